@@ -1,0 +1,1 @@
+"""ProtoFed: private, continual web personalization."""

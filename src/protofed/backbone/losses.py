@@ -1,0 +1,58 @@
+"""Recommendation losses at all targets of a window at once; negatives are shared inside a window."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Generator, Tensor
+
+from protofed.backbone.sasrec import SASRec
+from protofed.slices.windows import NO_TARGET, Windows
+
+ElementLoss = Callable[[Tensor, Tensor], Tensor]  # positive (B, P), negatives (B, P, n; -inf where void) -> (B, P)
+
+
+def sampled_softmax(positive: Float[Tensor, "B P"], negatives: Float[Tensor, "B P n"]) -> Float[Tensor, "B P"]:
+    """Cross-entropy of the positive against itself and its negatives."""
+    return torch.logsumexp(torch.cat([positive[..., None], negatives], dim=-1), dim=-1) - positive
+
+
+def bce(positive: Float[Tensor, "B P"], negatives: Float[Tensor, "B P n"]) -> Float[Tensor, "B P"]:
+    """Pointwise binary cross-entropy; negatives weigh as much as the positive in all. Eq. (12)."""
+    return F.softplus(-positive) + _mean_of_finite(F.softplus(negatives), negatives)
+
+
+def bpr(positive: Float[Tensor, "B P"], negatives: Float[Tensor, "B P n"]) -> Float[Tensor, "B P"]:
+    """Pairwise: the positive above each negative. Eq. (13)."""
+    return _mean_of_finite(F.softplus(negatives - positive[..., None]), negatives)
+
+
+def _mean_of_finite(values: Tensor, negatives: Tensor) -> Tensor:
+    valid = negatives != -torch.inf
+    return (values * valid).sum(-1) / valid.sum(-1).clamp(min=1)
+
+
+LOSSES: Mapping[str, ElementLoss] = {"softmax": sampled_softmax, "bce": bce, "bpr": bpr}
+
+
+def draw_negatives(n_windows: int, n: int, n_items: int, rng: Generator) -> Int[Tensor, "W n"]:
+    """Uniform items among 0 .. n_items - 1 for each window."""
+    return torch.randint(n_items, (n_windows, n), generator=rng)
+
+
+def window_losses(
+    model: SASRec,
+    windows: Windows,
+    negatives: Int[Tensor, "W n"],
+    element_loss: ElementLoss,
+    prompt: Float[Tensor, "W L_p d"] | None = None,
+) -> tuple[Float[Tensor, " W"], Int[Tensor, " W"]]:
+    """Per window the summed loss of its targets and how many there are; a negative that is the target is void."""
+    hidden = model.hidden(windows.tokens, prompt)  # (W, L, d)
+    at_source = hidden.gather(1, windows.sources[..., None].expand(-1, -1, hidden.shape[-1]))  # (W, P, d)
+    positive = (at_source * model.embed(windows.targets)).sum(-1)
+    against = at_source @ model.embed(negatives).transpose(1, 2)  # (W, P, n)
+    against = against.masked_fill(negatives[:, None, :] == windows.targets[..., None], -torch.inf)
+    real = windows.targets != NO_TARGET
+    return (element_loss(positive, against) * real).sum(-1), real.sum(-1)

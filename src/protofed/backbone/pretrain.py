@@ -1,0 +1,74 @@
+"""The warm-up: the backbone learns the base block once; every method of the same data, preset and seed shares it."""
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from protofed.backbone.sasrec import SASRec
+from protofed.backbone.training import Fit, PlainDescent, Task, train
+from protofed.config import RunConfig
+from protofed.files import written_atomically
+from protofed.progress import Progress, silent
+from protofed.seeds import stream
+from protofed.slices.stream import SliceStream, TimeSlice
+
+RECIPE = 1  # raise when the warm-up's mathematics changes, so that no old cache is taken for a new one
+
+
+def warm_up(
+    config: RunConfig, base: TimeSlice, *, device: torch.device, progress: Progress = silent
+) -> tuple[SASRec, Fit]:
+    """A backbone trained on the train part of the base block, stopped early on its validation part."""
+    model = SASRec(config.backbone, base.n_train_items, stream(config.seed, "backbone")).to(device)
+    settings = config.training
+    task = Task(base, base.train_positions, settings.base_epochs, settings.learning_rate, settings.prompt_rate)
+    descend = PlainDescent(settings.max_grad_norm)
+    return train(model, task, settings, seed=config.seed, descend=descend, progress=progress)
+
+
+def content_key(config: RunConfig, data: SliceStream, device: torch.device) -> str:
+    """A name for the warm-up that changes with anything that could change its weights."""
+    digest = hashlib.sha256()
+    settings = [asdict(part) for part in (config.stream, config.backbone, config.training)]
+    digest.update(json.dumps([RECIPE, settings, config.seed, device.type, torch.__version__], sort_keys=True).encode())
+    until = data.bounds[0].val_end
+    for column in (data.log.users, data.log.items, data.log.times):
+        digest.update(column[:until].numpy().tobytes())
+    digest.update(json.dumps([asdict(bounds) for bounds in data.bounds[:1]]).encode())
+    return digest.hexdigest()[:32]
+
+
+def cached_warm_up(
+    config: RunConfig, data: SliceStream, cache: Path, *, device: torch.device, progress: Progress = silent
+) -> tuple[SASRec, Fit]:
+    """The warm-up from the cache folder, or trained now and put there."""
+    path = cache / f"warm-up-{content_key(config, data, device)}.safetensors"
+    base = data.slice_(0)
+    if path.is_file():
+        return load_backbone(path, config, device)
+    model, fit = warm_up(config, base, device=device, progress=progress)
+    save_backbone(path, model, fit)
+    return model, fit
+
+
+def save_backbone(path: Path, model: SASRec, fit: Fit) -> None:
+    """Weights and how they came about, in one safetensors file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    with written_atomically(path) as unfinished:
+        save_file(weights, unfinished, metadata={"fit": json.dumps(asdict(fit))})
+
+
+def load_backbone(path: Path, config: RunConfig, device: torch.device) -> tuple[SASRec, Fit]:
+    """What `save_backbone` wrote."""
+    with safe_open(path, framework="pt") as file:
+        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        fit = json.loads(file.metadata()["fit"])
+    model = SASRec(config.backbone, len(weights["items"]), stream(config.seed, "backbone"))
+    model.load_state_dict(weights)
+    return model.to(device).eval(), Fit(tuple(fit["trace"]), fit["steps_per_epoch"], fit["newest_target"])

@@ -1,0 +1,152 @@
+"""SASRec (Kang and McAuley, 2018), pre-LN: the sequential recommender that is warmed up once and then frozen."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Generator, Tensor, nn
+
+from protofed.backbone.injection import inject, visible
+from protofed.config import BackboneConfig
+from protofed.slices.histories import BOS
+
+ROW_SCALE = 0.4  # length of a fresh item row: short rows learn faster and over-fit later than unit ones
+
+
+class Block(nn.Module):
+    """Self-attention and a feed-forward part, each behind a LayerNorm and around a residual."""
+
+    def __init__(self, width: int, heads: int, inner: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_attention, self.norm_ffn = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.output = nn.Linear(width, width)
+        self.widen, self.narrow = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, x: Float[Tensor, "B S d"], mask: Bool[Tensor, "B S S"], *, last_only: bool = False
+    ) -> Float[Tensor, "B S_out d"]:
+        """All positions, or the last one alone (which reads the keys and values of all)."""
+        normed = self.norm_attention(x)
+        asking = normed[:, -1:] if last_only else normed
+        mask = mask[:, -1:] if last_only else mask
+        x = x[:, -1:] if last_only else x
+        x = x + self.dropout(self.output(self._attend(asking, normed, mask)))
+        x = x + self.dropout(self.narrow(self.dropout(F.gelu(self.widen(self.norm_ffn(x))))))
+        return x
+
+    def _attend(self, asking: Tensor, seen: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (self._split(part) for part in (self.query(asking), self.key(seen), self.value(seen)))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])  # (B, heads, S, d / heads)
+        return mixed.transpose(1, 2).flatten(2)
+
+    def _split(self, x: Tensor) -> Tensor:
+        split: Tensor = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return split
+
+
+class SASRec(nn.Module):
+    """f_theta: scores are inner products of the last hidden state with item rows, shared by input and output.
+
+    Rows exist only for items seen up to the newest train cut the model has learned from; `has_row` says which of them
+    were ever initialised. Every other item is read and scored with the mean row.
+    """
+
+    items: nn.Parameter
+    has_row: Tensor
+    mean_row: Tensor
+
+    def __init__(self, config: BackboneConfig, n_rows: int, rng: Generator) -> None:
+        super().__init__()
+        self.config = config
+        d = config.width
+        self.items = nn.Parameter(torch.empty(n_rows, d))
+        self.bos = nn.Parameter(torch.empty(d))
+        self.positions = nn.Parameter(torch.empty(config.history_length, d))
+        inner = config.ffn_width * d
+        self.blocks = nn.ModuleList(Block(d, config.heads, inner, config.dropout) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(d)
+        self.dropout = nn.Dropout(config.dropout)
+        self.register_buffer("has_row", torch.ones(n_rows, dtype=torch.bool))
+        self.register_buffer("mean_row", torch.zeros(d))
+        self._draw(rng)
+
+    def _draw(self, rng: Generator) -> None:
+        """Initial weights from the given stream alone."""
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.dim() == 2 and name not in ("items", "positions"):
+                    nn.init.xavier_uniform_(parameter, generator=rng)
+                elif name in ("items", "positions", "bos"):
+                    parameter.normal_(0, ROW_SCALE / math.sqrt(self.config.width), generator=rng)
+                elif "norm" not in name:
+                    parameter.zero_()
+        self.refresh_mean_row()
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.items)
+
+    def refresh_mean_row(self) -> None:
+        """Recompute the row that stands for items without one; call after training."""
+        self.mean_row = self.items.detach()[self.has_row].mean(0)
+
+    def embed(self, items: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape d"]:
+        inside = items.clamp(0, self.n_rows - 1)
+        known = (items >= 0) & (items < self.n_rows) & self.has_row[inside]
+        return torch.where(known[..., None], F.embedding(inside, self.items), self.mean_row)
+
+    def token_inputs(self, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B L d"]:
+        """Input vectors of history tokens: item row or BOS, scaled, plus the position counted from the right end."""
+        x = torch.where((tokens == BOS)[..., None], self.bos, self.embed(tokens))
+        return x * math.sqrt(self.config.width) + self.positions[-tokens.shape[1] :]
+
+    def hidden(
+        self, tokens: Int[Tensor, "B L"], prompt: Float[Tensor, "B L_p d"] | None = None
+    ) -> Float[Tensor, "B L d"]:
+        x, mask = self._start(tokens, prompt)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.norm(x[:, -tokens.shape[1] :])  # type: ignore[no-any-return]
+
+    def last_hidden(
+        self, tokens: Int[Tensor, "B L"], prompt: Float[Tensor, "B L_p d"] | None = None
+    ) -> Float[Tensor, "B d"]:
+        x, mask = self._start(tokens, prompt)
+        for place, block in enumerate(self.blocks):
+            x = block(x, mask, last_only=place == len(self.blocks) - 1)
+        return self.norm(x[:, -1])  # type: ignore[no-any-return]
+
+    def scores(self, hidden: Float[Tensor, "B d"], n_items: int) -> Float[Tensor, "B I"]:
+        return hidden @ self.rows(n_items).T
+
+    def rows(self, n_items: int) -> Float[Tensor, "I d"]:
+        """The row each of items 0 .. n_items - 1 is scored with."""
+        return self.embed(torch.arange(n_items, device=self.items.device))
+
+    def input_norm(self) -> Float[Tensor, ""]:
+        """The typical length of an input token: what prompts are rescaled to."""
+        lengths: Tensor = self.items.detach()[self.has_row].norm(dim=-1)
+        return lengths.mean() * math.sqrt(self.config.width)
+
+    def _start(self, tokens: Tensor, prompt: Tensor | None) -> tuple[Tensor, Tensor]:
+        x = inject(prompt, self.dropout(self.token_inputs(tokens)))
+        return x, visible(tokens, 0 if prompt is None else prompt.shape[1])
+
+
+def grown(model: SASRec, n_rows: int) -> SASRec:
+    """A copy with rows for items 0 .. n_rows - 1; the added ones are not yet initialised and read as the mean row."""
+    bigger = SASRec(model.config, n_rows, Generator().manual_seed(0)).to(model.items.device)
+    old = model.state_dict()
+    state = bigger.state_dict()
+    for name, tensor in old.items():
+        if name in ("items", "has_row"):
+            state[name].zero_()
+            state[name][: len(tensor)] = tensor
+        else:
+            state[name] = tensor.clone()
+    bigger.load_state_dict(state)
+    return bigger

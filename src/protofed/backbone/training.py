@@ -1,0 +1,183 @@
+"""Gradient training with early stopping on a slice's validation part: one loop for every method."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Generator, Tensor, nn
+
+from protofed.backbone.injection import rescale_like
+from protofed.backbone.losses import LOSSES, draw_negatives, window_losses
+from protofed.backbone.sasrec import SASRec
+from protofed.config import TrainingConfig
+from protofed.evaluation.ranking import ndcg, rank_of_positive
+from protofed.progress import Progress, silent
+from protofed.seeds import numpy_stream, seeded, stream
+from protofed.slices.candidates import NO_CANDIDATE
+from protofed.slices.stream import TimeSlice
+from protofed.slices.windows import Windows, batches, moved, training_windows
+
+WindowLosses = Callable[[Windows], tuple[Float[Tensor, " W"], Int[Tensor, " W"]]]
+ParameterGroups = list[dict[str, Any]]  # as PyTorch's optimisers take them
+Trainable = Callable[[SASRec], ParameterGroups]
+VALIDATION_CHUNK = 1024
+
+
+class Descend(Protocol):
+    """Turns per-user losses into one update of the parameters: the plain one below, or a differentially private one."""
+
+    def __call__(self, losses: WindowLosses, batch: Windows, optimiser: torch.optim.Optimizer) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainDescent:
+    """Steps along the mean loss over all targets of the batch, its gradient clipped to a norm."""
+
+    max_grad_norm: float = 1.0
+
+    def __call__(self, losses: WindowLosses, batch: Windows, optimiser: torch.optim.Optimizer) -> None:
+        sums, counts = losses(batch)
+        optimiser.zero_grad(set_to_none=True)
+        (sums.sum() / counts.sum().clamp(min=1)).backward()
+        nn.utils.clip_grad_norm_([p for group in optimiser.param_groups for p in group["params"]], self.max_grad_norm)
+        optimiser.step()
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one call of `train` learns: targets at these log positions, for at most so many epochs."""
+
+    slice_: TimeSlice
+    positions: np.ndarray
+    epochs: int
+    learning_rate: float
+    prompt_rate: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """How a training went: validation NDCG@10 before the first epoch and after each, and the newest target it used."""
+
+    trace: tuple[float, ...]
+    steps_per_epoch: int
+    newest_target: int
+
+    @property
+    def best_epoch(self) -> int:
+        return best_of(self.trace)
+
+
+def best_of(trace: tuple[float, ...] | list[float]) -> int:
+    """The first epoch with the highest value; the last one where no validation event gave a value."""
+    return int(np.nanargmax(trace)) if np.isfinite(trace).any() else len(trace) - 1
+
+
+def everything(model: SASRec) -> ParameterGroups:
+    """All weights train."""
+    return [{"params": list(model.parameters())}]
+
+
+def train(
+    model: SASRec,
+    task: Task,
+    config: TrainingConfig,
+    *,
+    seed: int,
+    descend: Descend,
+    trainable: Trainable = everything,
+    progress: Progress = silent,
+) -> tuple[SASRec, Fit]:
+    """A trained copy of the model, at the epoch whose validation NDCG@10 is best (epoch 0 is the model as it came)."""
+    model = copy.deepcopy(model).requires_grad_(False)
+    groups = trainable(model)
+    for parameter in (p for group in groups for p in group["params"]):
+        parameter.requires_grad_(True)
+    optimiser = torch.optim.AdamW(groups, lr=task.learning_rate, weight_decay=config.weight_decay, betas=(0.9, 0.98))
+    trace, weights = [validation_ndcg(model, task.slice_)], copy.deepcopy(model.state_dict())
+    steps, newest = 0, -1
+    for epoch in range(task.epochs):
+        windows = epoch_windows(model, task, config, seed, epoch)
+        newest = max(newest, int(windows.newest.max()) if len(windows) else -1)
+        steps = run_epoch(model, windows, task, config, optimiser, descend, seed, epoch)
+        model.refresh_mean_row()
+        trace.append(validation_ndcg(model, task.slice_))
+        if best_of(trace) == epoch + 1:
+            weights = copy.deepcopy(model.state_dict())
+        progress(f"slice {task.slice_.index}", epoch + 1, task.epochs, f"validation NDCG@10 {trace[-1]:.4f}")
+        if epoch + 1 - best_of(trace) >= config.patience:
+            break
+    model.load_state_dict(weights)
+    return model, Fit(tuple(trace), steps, newest)
+
+
+def epoch_windows(model: SASRec, task: Task, config: TrainingConfig, seed: int, epoch: int) -> Windows:
+    """The windows of one epoch, cut anew."""
+    return training_windows(
+        task.slice_.past,
+        task.positions,
+        length=model.config.history_length,
+        stride=config.stride,
+        rng=numpy_stream(seed, "windows", task.slice_.index, epoch),
+    )
+
+
+def run_epoch(
+    model: SASRec,
+    windows: Windows,
+    task: Task,
+    config: TrainingConfig,
+    optimiser: torch.optim.Optimizer,
+    descend: Descend,
+    seed: int,
+    epoch: int,
+) -> int:
+    """One pass over the windows; returns the number of steps."""
+    model.train()
+    purpose = (task.slice_.index, epoch)
+    order, draws = stream(seed, "order", *purpose), stream(seed, "negatives", *purpose)
+    steps, device = 0, model.items.device
+    with seeded(seed, "dropout", *purpose):
+        for batch in batches(windows, config.batch_size, order):
+            negatives = draw_negatives(len(batch), config.negatives, task.slice_.n_train_items, draws).to(device)
+            prompt = random_prompt(model, len(batch), task.prompt_rate, draws)
+
+            def losses(batch: Windows, n: Tensor = negatives, p: Tensor | None = prompt) -> tuple[Tensor, Tensor]:
+                return window_losses(model, batch, n, LOSSES[config.loss], p)
+
+            descend(losses, moved(batch, device), optimiser)
+            steps += 1
+    model.eval()
+    return steps
+
+
+def random_prompt(model: SASRec, n: int, rate: float, rng: Generator) -> Float[Tensor, "W L_p d"] | None:
+    """A random prompt of the backbone's input length in front of a whole batch, with probability `rate`.
+
+    A backbone that has met prompts in its warm-up is not thrown off by one that is injected later.
+    """
+    if rate <= 0 or float(torch.rand((), generator=rng)) >= rate:
+        return None
+    noise = torch.randn(n, model.config.prompt_length, model.config.width, generator=rng).to(model.items.device)
+    return rescale_like(noise, model.input_norm())
+
+
+@torch.no_grad()
+def validation_ndcg(model: SASRec, slice_: TimeSlice) -> float:
+    """NDCG@10 of the slice's validation queries against their sampled candidates; NaN where there is none."""
+    model.eval()
+    asked, device = slice_.validation, model.items.device
+    values = []
+    for chunk in np.array_split(np.arange(len(asked)), max(1, -(-len(asked) // VALIDATION_CHUNK))):
+        if not len(chunk):
+            return float("nan")
+        tokens = slice_.queries(chunk, model.config.history_length).tokens.to(device)
+        candidates = torch.cat([asked.positives[chunk, None], asked.negatives[chunk]], dim=1).to(device)
+        scores = torch.einsum("bd,bid->bi", model.last_hidden(tokens), model.embed(candidates))
+        first = torch.zeros(len(chunk), dtype=torch.int64, device=device)
+        ranks = rank_of_positive(scores, first, candidates != NO_CANDIDATE)
+        values.append(ndcg(ranks, 10).cpu())
+    return float(torch.cat(values).double().mean())

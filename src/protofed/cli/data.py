@@ -1,0 +1,96 @@
+"""`protofed data list | prepare | stats`: parse, call, print."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from protofed.cli.progress import shown
+from protofed.data import catalog, prepared
+from protofed.data.stats import LogStats, counts, stats
+
+app = typer.Typer(help="Official data sets and prepared logs.", no_args_is_help=True)
+
+ROOT = typer.Option(Path("data"), "--root", help="The folder of prepared logs: ROOT/NAME/interactions.parquet.")
+AS_JSON = typer.Option(False, "--json", help="Print one JSON object instead of tables.")
+
+
+@app.command("list")
+def list_(root: Path = ROOT, as_json: bool = AS_JSON) -> None:
+    """The official data sets ProtoFed reads, and the prepared logs under --root."""
+    known, found = catalog.DATASETS.values(), prepared.prepared_names(root)
+    if as_json:
+        official = [{"name": d.name, "paper_name": d.paper_name, "files": list(d.files), "page": d.page} for d in known]
+        _print_json({"official": official, "root": str(root), "prepared": list(found)})
+        return
+    rows = [(d.name, d.paper_name, " or ".join(d.files), d.page) for d in known]
+    _print_table(("name", "in the paper", "official file", "page"), rows)
+    typer.echo(f"prepared under {root}: {', '.join(found) or 'none'}")
+
+
+@app.command()
+def prepare(
+    name: str = typer.Argument(help="An official data set, as `protofed data list` names it."),
+    source: Path = typer.Option(..., "--source", help="The official file, or the folder that holds it."),
+    root: Path = ROOT,
+    target: str | None = typer.Option(None, "--as", help="The name of the prepared log (default: NAME)."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace a different log of that name."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Read official files once and write them as a prepared log."""
+    dataset = catalog.dataset(name)
+    with shown(Console(stderr=True)) as progress:
+        log = catalog.loader(dataset)(source, progress)
+    target = target or (log.name if dataset is catalog.RECBOLE else name)
+    note = {"dataset": dataset.name, "family": dataset.family, "file": source.name, "rows": len(log)}
+    file = prepared.save_log(log, root, target, source=note, overwrite=overwrite)
+    size = counts(log)
+    if as_json:
+        _print_json({"name": target, "file": str(file), "rows": size.rows, "users": size.users, "items": size.items})
+        return
+    typer.echo(f"{file}: {size.rows:,} rows, {size.users:,} users, {size.items:,} items")
+
+
+@app.command("stats")
+def stats_(
+    name: str = typer.Argument(help="A prepared log under --root."), root: Path = ROOT, as_json: bool = AS_JSON
+) -> None:
+    """Counts of a prepared log: raw, 5-core and canonical."""
+    found = stats(name, root)
+    if as_json:
+        _print_json(found.as_dict())
+        return
+    _print_table(
+        ("", "rows", "users", "items"),
+        [
+            (label, *(f"{n:,}" for n in (size.rows, size.users, size.items)))
+            for label, size in (("raw", found.raw), ("5-core", found.five_core), ("canonical", found.canonical))
+        ],
+    )
+    for line in _sentences(found):
+        typer.echo(line)
+
+
+def _sentences(found: LogStats) -> Iterator[str]:
+    yield f"canonical: {found.canonical_rule}"
+    yield f"{found.first} to {found.last}: {found.days:,} days, {found.instants:,} distinct instants"
+    yield f"repeats: {found.repeat_share:.1%} of the rows; duplicates: {found.duplicate_rows:,} rows"
+    yield f"median rows: {found.median_rows_per_user:g} per user, {found.median_rows_per_item:g} per item"
+    if found.events:
+        yield "events: " + ", ".join(f"{event} {n:,}" for event, n in found.events.items())
+    if found.mean_rating is not None:
+        yield f"mean rating: {found.mean_rating}"
+
+
+def _print_json(value: dict[str, object]) -> None:
+    typer.echo(json.dumps(value, ensure_ascii=False))
+
+
+def _print_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    table = Table(*header, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    Console(soft_wrap=True).print(table)

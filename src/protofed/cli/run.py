@@ -1,0 +1,116 @@
+"""`protofed run`: one method, one log, all slices; resumable."""
+
+import json
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from protofed.config import RunConfig, override, parse_override, preset, read_toml
+from protofed.data.interactions import InteractionLog
+from protofed.errors import ConfigError
+from protofed.methods.catalogue import METHODS, method_named
+from protofed.seeds import stream
+
+CACHE = Path.home() / ".cache" / "protofed"
+
+
+def run(
+    dataset: Annotated[str, typer.Option(help="a prepared log under --root, or `synthetic`")] = "synthetic",
+    method: Annotated[str, typer.Option(help="see --list-methods")] = "frozen",
+    out: Annotated[Path | None, typer.Option(help="the run's folder; the same command resumes it")] = None,
+    root: Annotated[Path, typer.Option(help="folder of prepared logs")] = Path("data"),
+    preset_name: Annotated[str, typer.Option("--preset", help="small (d = 64) or paper (d = 256)")] = "small",
+    seed: Annotated[int, typer.Option(help="weights, negatives, order; evaluation candidates never depend on it")] = 0,
+    clients: Annotated[int, typer.Option(help="keep so many users; 0 keeps all")] = 0,
+    config: Annotated[Path | None, typer.Option(help="a TOML file of settings")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="key=value, e.g. training.negatives=32")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
+    cache: Annotated[Path, typer.Option(help="folder where warm-ups are kept")] = CACHE,
+    as_json: Annotated[bool, typer.Option("--json", help="print results as JSON")] = False,
+    list_methods: Annotated[bool, typer.Option("--list-methods", help="name every method and stop")] = False,
+) -> None:
+    """Run one method over all slices of one log. A killed run continues where it was; a finished one is only shown."""
+    if list_methods:
+        print_methods(as_json)
+        return
+    from protofed.cli.progress import shown
+    from protofed.experiments.run import Experiment, pick_device
+    from protofed.experiments.summary import summarise_run
+
+    if out is None:
+        raise ConfigError("--out is missing: name the folder this run is to write, e.g. --out runs/first")
+    chosen = settle(dataset, method, preset_name, seed, clients, config, settings or [])
+    log = load(chosen, root)
+    console = Console(stderr=True)
+    experiment = Experiment(chosen, log, cache, pick_device(device), shlex.join(["protofed", *sys.argv[1:]]))
+    with shown(console) as progress:
+        folder = experiment.run(out, progress)
+    summary = summarise_run(folder)
+    print(json.dumps(summary, indent=2)) if as_json else print_summary(summary, out)
+
+
+def settle(
+    dataset: str, method: str, preset_name: str, seed: int, clients: int, config: Path | None, settings: list[str]
+) -> RunConfig:
+    """The run's config: preset, then what the method brings along, then the file, then --set."""
+    entry = method_named(method)
+    base = read_toml(config) if config is not None else preset(preset_name)
+    chosen = replace(override(base, entry.settings), dataset=dataset, method=method, seed=seed, clients=clients)
+    if clients < 0 or seed < 0:
+        raise ConfigError(f"--clients and --seed must be 0 or more, got {clients} and {seed}")
+    return override(chosen, dict(parse_override(text) for text in settings))
+
+
+def load(config: RunConfig, root: Path) -> InteractionLog:
+    """The log a config names: the synthetic world, or a prepared log under `root`, thinned to the asked-for clients."""
+    from protofed.data.filters import subsample_users
+    from protofed.data.prepared import load_log
+
+    made_up = config.dataset == "synthetic"
+    log = synthetic_log() if made_up else load_log(config.dataset, root)
+    return subsample_users(log, config.clients, seed=0) if config.clients else log
+
+
+def synthetic_log() -> InteractionLog:
+    """The embedded world: the same events for every seed of a method."""
+    from protofed.data.synthetic import drifting_world, preset
+
+    return drifting_world(preset("default"), stream(0, "synthetic world")).log
+
+
+def print_methods(as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({name: entry.summary for name, entry in METHODS.items()}, indent=2))
+        return
+    for name, entry in METHODS.items():
+        print(f"{name:<20} {entry.summary}")
+
+
+def print_summary(summary: dict[str, object], out: Path) -> None:
+    """The headline as a table."""
+    table = Table(
+        title=f"{summary['method']} on {summary['dataset']} (seed {summary['seed']}): mean of A\\[t,t], t = 1..T"
+    )
+    for column in ("candidates", "subset", "NDCG@10", "HR@10", "queries"):
+        table.add_column(column, justify="left" if column in ("candidates", "subset") else "right")
+    rows = summary["headline"]
+    assert isinstance(rows, list)
+    for row in rows:
+        table.add_row(
+            row["candidates"], row["subset"], f"{row['ndcg@10']:.4f}", f"{row['hr@10']:.4f}", f"{row['queries']:,}"
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"forgetting AF {summary['af']:.4f}, backward transfer {summary['bwt']:.4f}; "
+        f"`protofed report {out} -o report.html` shows all of it",
+        highlight=False,
+    )
+    for warning in summary["warnings"]:  # type: ignore[attr-defined]
+        console.print(f"warning: {warning}", style="yellow", highlight=False)

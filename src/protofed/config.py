@@ -1,0 +1,185 @@
+"""Every setting, as frozen dataclasses with the project's defaults, read strictly from TOML and written back."""
+
+import dataclasses
+import difflib
+import json
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from protofed.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamConfig:
+    """How time is cut."""
+
+    n_slices: int = 8  # T: wall-clock slices after the base block
+    base_fraction: float = 0.5  # share of the events in the base block D_0
+    edges: Literal["count", "duration"] = "count"  # slices equally full, or equally long
+    base: Literal["block", "slice-1"] = "block"  # base block, or the first of T equal slices
+    row_order_history: bool = False  # let earlier rows of the same timestamp into a history
+    n_negatives: int = 99  # sampled candidates beside the positive
+
+
+@dataclass(frozen=True, slots=True)
+class BackboneConfig:
+    """The sequential recommender f_theta (SASRec)."""
+
+    width: int = 64  # d
+    layers: int = 2
+    heads: int = 4
+    ffn_width: int = 4  # inner width of a block's feed-forward part, in multiples of d
+    history_length: int = 50  # L: how many recent tokens it reads
+    dropout: float = 0.5  # chosen on the base block's validation part; 0.2 over-fits (docs/results.md)
+    prompt_length: int = 8  # L_p: soft-prompt tokens of the prompt-aware warm-up
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingConfig:
+    """Gradient training, the same for every method."""
+
+    loss: Literal["softmax", "bce", "bpr"] = "softmax"  # sampled softmax, pointwise or pairwise
+    negatives: int = 64  # uniform negatives per window
+    learning_rate: float = 1e-3
+    slice_learning_rate: float = 1e-3  # after the base block
+    weight_decay: float = 1e-4
+    max_grad_norm: float = 1.0
+    batch_size: int = 64  # windows per step
+    stride: int = 25  # at most so many targets in a window, so that each reads at least L - stride earlier tokens
+    base_epochs: int = 100  # cap in the base block
+    slice_epochs: int = 30  # cap in a slice
+    patience: int = 3  # epochs without a better validation part before stopping
+    prompt_rate: float = 0.5  # share of warm-up windows that carry a random prompt
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringConfig:
+    """Switches that any method may be given; off unless a table says otherwise."""
+
+    popularity_prior: float = 0.0  # w of w * log(1 + train count of the slice); 0.5 where it is on
+    personal_memory: float = 0.0  # w of w * log(1 + 10 * sum of 0.5^(age / half-life)); 2 where it is on
+    memory_half_life_days: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """One method on one log: everything that decides its numbers."""
+
+    dataset: str = "synthetic"
+    method: str = "frozen"
+    preset: Literal["small", "paper"] = "small"
+    seed: int = 0
+    clients: int = 0  # keep so many users, drawn by a hash of their ids; 0 keeps all
+    stream: StreamConfig = field(default_factory=StreamConfig)
+    backbone: BackboneConfig = field(default_factory=BackboneConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    scoring: ScoringConfig = field(default_factory=ScoringConfig)
+
+
+PRESETS: Mapping[str, Mapping[str, object]] = {
+    "small": {"backbone.width": 64},  # two CPU cores
+    "paper": {"backbone.width": 256},
+}
+
+
+def preset(name: str) -> RunConfig:
+    """The defaults of one preset."""
+    if name not in PRESETS:
+        raise ConfigError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
+    return override(replace(RunConfig(), preset=typing.cast(Any, name)), PRESETS[name])
+
+
+def override(config: T, values: Mapping[str, object]) -> T:
+    """The config with dotted keys replaced, e.g. {"training.negatives": 32}."""
+    for key, value in values.items():
+        config = _set(config, key.split("."), value, key)
+    return config
+
+
+def parse_override(text: str) -> tuple[str, object]:
+    """`key=value` as given to --set; the value is read as TOML, or as a bare string."""
+    key, found, raw = text.partition("=")
+    if not found or not key:
+        raise ConfigError(f"--set takes key=value, got {text!r}; for example --set training.negatives=32")
+    try:
+        return key.strip(), tomllib.loads(f"value = {raw}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), raw
+
+
+def from_toml(text: str) -> RunConfig:
+    """A run's config, strictly: an unknown key or a value of the wrong type is an error."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as problem:
+        raise ConfigError(f"the config is not valid TOML: {problem}") from problem
+    return override(RunConfig(), _flatten(document))
+
+
+def read_toml(path: Path) -> RunConfig:
+    """The config in a file."""
+    if not path.is_file():
+        raise ConfigError(f"no config file at {path}")
+    return from_toml(path.read_text(encoding="utf-8"))
+
+
+def to_toml(config: RunConfig) -> str:
+    """The whole config, every field written out."""
+    values = dataclasses.asdict(config)
+    lines = [f"{key} = {_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
+    for name, table in values.items():
+        if isinstance(table, dict):
+            lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: object) -> str:
+    return json.dumps(value) if isinstance(value, str | bool | int) else repr(value)
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in table.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _set(config: T, path: list[str], value: object, key: str) -> T:
+    names = [f.name for f in dataclasses.fields(typing.cast(Any, config))]
+    if path[0] not in names:
+        near = difflib.get_close_matches(path[0], names, n=1)
+        hint = (
+            f"did you mean {'.'.join([*key.split('.')[: -len(path)], near[0]])!r}?"
+            if near
+            else f"known: {', '.join(names)}"
+        )
+        raise ConfigError(f"unknown config key {key!r}; {hint}")
+    old = getattr(config, path[0])
+    if len(path) > 1:
+        if not dataclasses.is_dataclass(old):
+            raise ConfigError(f"config key {key!r}: {path[0]!r} is a single value, it has no part {path[1]!r}")
+        return replace(typing.cast(Any, config), **{path[0]: _set(old, path[1:], value, key)})  # type: ignore[no-any-return]
+    hint_type = typing.get_type_hints(type(config))[path[0]]
+    return replace(typing.cast(Any, config), **{path[0]: _checked(key, value, hint_type)})  # type: ignore[no-any-return]
+
+
+def _checked(key: str, value: object, hint: Any) -> object:
+    if dataclasses.is_dataclass(hint):
+        raise ConfigError(
+            f"config key {key!r} is a table, got {value!r}; set its keys, e.g. {key}.{dataclasses.fields(hint)[0].name}"
+        )
+    if typing.get_origin(hint) is Literal:
+        if value not in typing.get_args(hint):
+            raise ConfigError(f"{key} must be one of {', '.join(map(str, typing.get_args(hint)))}, got {value!r}")
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ConfigError(f"{key} must be of type {hint.__name__}, got {value!r}")
+    return value

@@ -1,0 +1,208 @@
+"""Prepared logs: ROOT/NAME/interactions.parquet, read and written by pyarrow alone."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from protofed.data import filters
+from protofed.data.catalog import nearest
+from protofed.data.interactions import InteractionLog, check_seconds, from_codes, integer_codes
+from protofed.errors import DataError, DatasetNotFound
+
+LOG_FILE, SOURCE_FILE = "interactions.parquet", "source.json"
+NEEDED = ("user", "item", "timestamp")
+OPTIONAL = ("rating", "event", "session")
+ROWS_PER_GROUP = 1 << 20
+
+
+def prepared_names(root: Path) -> tuple[str, ...]:
+    """The prepared logs under `root`, sorted."""
+    return tuple(sorted(file.parent.name for file in root.glob(f"*/{LOG_FILE}")))
+
+
+def load_log(name: str, root: Path | str, canonical: bool = True) -> InteractionLog:
+    """The prepared log NAME under `root`, filtered by its family's rule unless `canonical` is False."""
+    file = _log_file(name, Path(root))
+    log = _log_of(name, _read(file), file)
+    return filters.canonical(log, family(name, root)) if canonical else log
+
+
+def family(name: str, root: Path | str) -> str:
+    """The family whose canonical rule a prepared log follows: of its source.json, else of its folder's name."""
+    source = source_of(name, root).get("family")
+    return str(source) if source in filters.CANONICAL else filters.family_of(name)
+
+
+def source_of(name: str, root: Path | str) -> dict[str, object]:
+    """What `prepare` noted about the official file; empty where it was not ours."""
+    file = Path(root) / name / SOURCE_FILE
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as broken:
+        raise DataError(f"{file}: must be JSON, found {broken}; remove it or run `protofed data prepare`") from broken
+    return found if isinstance(found, dict) else {}
+
+
+def save_log(
+    log: InteractionLog, root: Path | str, name: str, *, source: Mapping[str, object], overwrite: bool = False
+) -> Path:
+    """The parquet file written: whole or not at all; a different log of that name stays unless `overwrite`."""
+    folder = Path(root) / _plain(name)
+    file = folder / LOG_FILE
+    if file.is_file() and not overwrite and not _same(log, _log_of(name, _read(file), file)):
+        raise DataError(
+            f"{file}: holds another log than the one to be written; pass --overwrite or choose another name"
+        )
+    note = json.dumps(dict(source), indent=2, sort_keys=True) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    staged = {final: folder / f".{final}.{os.getpid()}.tmp" for final in (SOURCE_FILE, LOG_FILE)}
+    try:
+        staged[SOURCE_FILE].write_text(note, encoding="utf-8")
+        _write(log, staged[LOG_FILE])
+        for final, temporary in staged.items():  # the log last: it makes the folder a prepared one
+            temporary.replace(folder / final)
+    finally:
+        for temporary in staged.values():
+            temporary.unlink(missing_ok=True)
+    return file
+
+
+def _plain(name: str) -> str:
+    if name != Path(name).name or name.startswith("."):
+        raise DatasetNotFound(f"a data set is named by its folder alone, found {name!r}; give the folder by --root")
+    return name
+
+
+def _log_file(name: str, root: Path) -> Path:
+    file = root / _plain(name) / LOG_FILE
+    if file.is_file():
+        return file
+    known = prepared_names(root)
+    if not known:
+        raise DatasetNotFound(
+            f"no prepared log {name!r} under {root}, which holds none; give --root or run `protofed data prepare`"
+        )
+    raise DatasetNotFound(
+        f"no prepared log {name!r} under {root}{nearest(name, known)}; `protofed data list --root {root}` shows all"
+    )
+
+
+def _read(file: Path) -> pa.Table:
+    """The columns we know, strings dictionary-encoded as they are read."""
+    try:
+        schema = pq.read_schema(file)
+        absent = [name for name in NEEDED if name not in schema.names]
+        if absent:
+            raise DataError(
+                f"{file}: a prepared log needs the columns {', '.join(NEEDED)}, found no {', '.join(absent)} among "
+                f"{', '.join(schema.names)}; rename them or run `protofed data prepare`"
+            )
+        wanted = [name for name in (*NEEDED, *OPTIONAL) if name in schema.names]
+        texts = [name for name in wanted if _is_text(schema.field(name).type)]
+        with pq.ParquetFile(file, read_dictionary=texts) as parquet:
+            return parquet.read(columns=wanted).unify_dictionaries()
+    except (pa.ArrowException, OSError) as broken:
+        reason = str(broken).splitlines()[0]
+        raise DataError(f"{file}: must be a whole parquet file, found {reason}; prepare it again") from broken
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _log_of(name: str, table: pa.Table, file: Path) -> InteractionLog:
+    if not table.num_rows:
+        raise DataError(f"{file}: a log needs at least one event, found none; prepare it again")
+    for column in table.column_names:
+        if column != "rating" and table[column].null_count:
+            raise DataError(
+                f"{file}: {column} must never be null, found {table[column].null_count} nulls; drop those rows"
+            )
+    users, user_ids = _codes(table["user"], file, "user")
+    items, item_ids = _codes(table["item"], file, "item")
+    present = table.column_names
+    return from_codes(
+        name,
+        users,
+        items,
+        _seconds(table["timestamp"], file),
+        user_ids,
+        item_ids,
+        ratings=table["rating"].cast(pa.float32()).to_numpy() if "rating" in present else None,
+        events=pa.DictionaryArray.from_arrays(*_codes(table["event"], file, "event")) if "event" in present else None,
+        sessions=_sessions(table["session"], file) if "session" in present else None,
+    )
+
+
+def _codes(column: pa.ChunkedArray, file: Path, name: str) -> tuple[np.ndarray, pa.Array]:
+    """The code of each row, and the original value of each code."""
+    if pa.types.is_integer(column.type):
+        return integer_codes(column.to_numpy())
+    if pa.types.is_dictionary(column.type):
+        whole = column.combine_chunks()
+        whole = whole.chunk(0) if isinstance(whole, pa.ChunkedArray) else whole
+        return whole.indices.to_numpy(), whole.dictionary
+    raise DataError(f"{file}: {name} must hold integers or strings, found {column.type}; convert it")
+
+
+def _sessions(column: pa.ChunkedArray, file: Path) -> np.ndarray:
+    return column.to_numpy() if pa.types.is_integer(column.type) else _codes(column, file, "session")[0]
+
+
+def _seconds(column: pa.ChunkedArray, file: Path) -> np.ndarray:
+    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+        raise DataError(f"{file}: timestamp must hold whole unix seconds, found the type {column.type}; convert it")
+    try:
+        times: np.ndarray = column.cast(pa.int64()).to_numpy()
+    except pa.ArrowInvalid as broken:
+        raise DataError(f"{file}: timestamp must hold whole unix seconds, found {broken}; round them down") from broken
+    check_seconds(times, str(file))
+    return times
+
+
+def _write(log: InteractionLog, file: Path) -> None:
+    """The log in row groups, so that the identifiers of 100 M rows are never all in memory."""
+    groups = (_group(log, start) for start in range(0, len(log), ROWS_PER_GROUP))
+    first = next(groups)
+    with pq.ParquetWriter(file, first.schema, compression="zstd") as writer:
+        writer.write_table(first)
+        for group in groups:
+            writer.write_table(group)
+
+
+def _group(log: InteractionLog, start: int) -> pa.Table:
+    rows = slice(start, start + ROWS_PER_GROUP)
+    columns = {
+        "user": log.user_ids.take(pa.array(log.users[rows].numpy())),
+        "item": log.item_ids.take(pa.array(log.items[rows].numpy())),
+        "timestamp": pa.array(log.times[rows].numpy()),
+    }
+    if log.ratings is not None:
+        columns["rating"] = pa.array(log.ratings[rows].numpy())
+    if log.events is not None:
+        columns["event"] = log.events[rows].cast(pa.string())
+    if log.sessions is not None:
+        columns["session"] = pa.array(log.sessions[rows].numpy())
+    return pa.table(columns)
+
+
+def _same(one: InteractionLog, other: InteractionLog) -> bool:
+    """Whether two logs hold the same events, whatever types their identifiers have."""
+    if (len(one), one.n_users, one.n_items) != (len(other), other.n_users, other.n_items):
+        return False
+    starts = range(0, len(one), ROWS_PER_GROUP)
+    return all(_same_rows(_group(one, start), _group(other, start)) for start in starts)
+
+
+def _same_rows(one: pa.Table, other: pa.Table) -> bool:
+    try:
+        return bool(one.equals(other.cast(one.schema)))
+    except (pa.ArrowInvalid, ValueError):  # other columns, or strings that are no numbers
+        return False

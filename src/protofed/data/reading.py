@@ -1,0 +1,357 @@
+"""Raw files of any size, block by block, to one InteractionLog; nothing larger than its columns is ever in memory."""
+
+import gzip
+import io
+import json
+import logging
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pyarrow as pa
+
+from protofed.data.interactions import (
+    InteractionLog,
+    check_seconds,
+    chronological,
+    from_codes,
+    integer_codes,
+)
+from protofed.errors import DataError, DatasetNotFound, MissingExtra
+from protofed.progress import Progress, silent
+
+try:
+    import polars as pl
+except ImportError as missing:
+    raise MissingExtra("polars", "core") from missing
+
+logger = logging.getLogger(__name__)
+
+BLOCK_BYTES = 16 << 20
+HEAD_BYTES = 1 << 20  # no line of any format is this long
+EARLIEST_MILLISECONDS = 10**11  # 1973; as seconds it would be the year 5138
+PACKED = ("", ".gz", ".zip")
+EXTRA = "beyond the last column"
+SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars", " ": "spaces"}
+Shape = Callable[[pl.DataFrame], pl.DataFrame]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The columns of a delimited file: in file order where it has no header, else found by name."""
+
+    columns: Mapping[str, type[pl.DataType]]
+    header: bool
+    separator: str = ","
+    quote: str | None = None
+    numeric: str = ""  # a column whose first value must be a number (or a date): a header there is noticed
+    required: tuple[str, ...] = ()  # without these a row is malformed
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the rows of one file."""
+
+    rows: int = 0
+    malformed: int = 0
+    first_malformed: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+
+    def drop(self, frame: pl.DataFrame, keep: pl.Expr, why: str) -> pl.DataFrame:
+        """The rows to keep; the others are counted under `why`."""
+        kept = frame.filter(keep)
+        self.dropped[why] = self.dropped.get(why, 0) + len(frame) - len(kept)
+        return kept
+
+    def malform(self, frame: pl.DataFrame) -> pl.DataFrame:
+        """The rows without a null; the others, of a block already counted, turn out to be malformed."""
+        kept = frame.drop_nulls()
+        if len(kept) < len(frame):
+            self.first_malformed = self.first_malformed or self.rows - len(frame) + 1
+            self.malformed += len(frame) - len(kept)
+        return kept
+
+
+def locate(source: Path, names: Sequence[str], what: str) -> Path:
+    """The official file: `source` itself, or the first of `names` (packed or not) in the folder `source`."""
+    if source.is_file():
+        return source
+    if not source.is_dir():
+        raise DatasetNotFound(f"no {what} at {source}: no such file or folder; see docs/datasets.md for how to get it")
+    for name in names:
+        for ending in PACKED:
+            if (source / f"{name}{ending}").is_file():
+                return source / f"{name}{ending}"
+    wanted = ", ".join(names)
+    raise DatasetNotFound(f"no {what} in the folder {source}: it holds none of {wanted}; see docs/datasets.md")
+
+
+@contextmanager
+def opened(path: Path, member: Sequence[str] = ()) -> Iterator[tuple[IO[bytes], Callable[[], int], int]]:
+    """The unpacked bytes of a file, a function that says how many are done, and their total."""
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                info = _only_member(archive, path, member)
+                with archive.open(info) as stream:
+                    yield stream, stream.tell, info.file_size
+            return
+        with path.open("rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            stream = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if packed else raw  # type: ignore[type-var, assignment]
+            yield stream, raw.tell, path.stat().st_size
+    except (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile) as broken:
+        raise DataError(f"{path}: the archive must be whole, found {broken}; download it again") from broken
+    except OSError as broken:
+        raise DataError(f"{path}: cannot be read: {broken.strerror or broken}") from broken
+
+
+def _only_member(archive: zipfile.ZipFile, path: Path, wanted: Sequence[str]) -> zipfile.ZipInfo:
+    files = [info for info in archive.infolist() if not info.is_dir()]
+    named = [info for info in files if Path(info.filename).name in wanted]
+    if named or len(files) == 1:
+        return (named or files)[0]
+    raise DataError(f"{path}: the archive holds {len(files)} files, none of them {', '.join(wanted)}; unpack it first")
+
+
+def head(path: Path, member: Sequence[str] = ()) -> list[str]:
+    """The first whole lines of a file, without their line ends."""
+    with opened(path, member) as (stream, _, _):
+        start = stream.read(HEAD_BYTES)
+    if not start.strip():
+        raise DataError(f"{path}: a log needs at least one row, found an empty file")
+    if start[257:262] == b"ustar":
+        raise DataError(f"{path}: found a tar archive where the file itself belongs; run `tar xf {path}` first")
+    if b"\0" in start or (len(start) == HEAD_BYTES and b"\n" not in start):
+        raise DataError(f"{path}: lines of text belong here, found binary data; see docs/datasets.md for the format")
+    lines = start.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace").splitlines()
+    return lines[:-1] if len(start) == HEAD_BYTES else lines
+
+
+def blocks(
+    path: Path, progress: Progress = silent, *, member: Sequence[str] = (), block_bytes: int = BLOCK_BYTES
+) -> Iterator[bytes]:
+    """The file in order, in pieces that end where a line ends."""
+    with opened(path, member) as (stream, done, total):
+        while block := stream.read(block_bytes):
+            yield block + stream.readline()
+            progress(f"reading {path.name}", done(), total)
+
+
+def check_first_lines(path: Path, lines: Sequence[str], layout: Layout) -> list[str]:
+    """The columns of the file in its own order, or an error that says how the file differs from its format."""
+    names, first = list(layout.columns), fields(lines[0], layout)
+    if len(first) < len(layout.required or names):
+        raise DataError(
+            f"{path}: {len(names)} columns separated by {_word(layout.separator)} belong here ({', '.join(names)}), "
+            f"found {_found_separator(lines[0], layout.separator)}; convert it or get the official file"
+        )
+    if not layout.header:
+        place = names.index(layout.numeric)
+        if place < len(first) and not first[place].lstrip("-")[:1].isdigit():
+            raise DataError(
+                f"{path}: this format has no header, found {first[place]!r} where the first {layout.numeric} belongs; "
+                "remove the first line"
+            )
+        return names
+    absent = [name for name in layout.required or names if name not in first]
+    if absent:
+        raise DataError(
+            f"{path}: the first line must be the header {layout.separator.join(names)!r}, found no {', '.join(absent)} "
+            f"in {lines[0][:80]!r}; put the header back or get the official file"
+        )
+    return first
+
+
+def fields(line: str, layout: Layout) -> list[str]:
+    """The values of one line, without quotes."""
+    return [value.strip().strip('"') for value in line.split(layout.separator)]
+
+
+def _word(separator: str) -> str:
+    return SEPARATORS.get(separator, repr(separator))
+
+
+def _found_separator(line: str, wanted: str) -> str:
+    others = [other for other in SEPARATORS if other != wanted and line.count(other) >= 2]
+    return f"{_word(max(others, key=line.count))} in the first line" if others else f"{line[:80]!r} as the first line"
+
+
+def table(
+    path: Path,
+    layout: Layout,
+    tally: Tally,
+    progress: Progress = silent,
+    *,
+    member: Sequence[str] = (),
+    block_bytes: int = BLOCK_BYTES,
+) -> Iterator[pl.DataFrame]:
+    """The well-formed rows of a delimited file, block by block; the others are counted."""
+    names = check_first_lines(path, head(path, member), layout)
+    schema = {name: layout.columns.get(name, pl.String) for name in names} | {EXTRA: pl.String}
+    wanted, skip = tuple(name for name in layout.columns if name in names), layout.header
+    for block in blocks(path, progress, member=member, block_bytes=block_bytes):
+        rows = pl.scan_csv(
+            block.split(b"\n", 1)[1] if skip else block,
+            schema=schema,
+            has_header=False,
+            separator=layout.separator,
+            quote_char=layout.quote,
+            encoding="utf8-lossy",
+            ignore_errors=True,
+            truncate_ragged_lines=True,
+            missing_columns="insert",
+            extra_columns="ignore",
+        )
+        skip = False
+        yield well_formed(rows.select(*wanted, EXTRA).collect(), layout.required or wanted, tally)
+
+
+def json_lines(
+    path: Path, schema: Mapping[str, type[pl.DataType]], tally: Tally, progress: Progress = silent
+) -> Iterator[pl.DataFrame]:
+    """The well-formed objects of a JSON-lines file, block by block; the others are counted."""
+    first = head(path)[0]
+    if not first.lstrip().startswith("{"):
+        raise DataError(f"{path}: one JSON object per line belongs here, found {first[:80]!r}; get the official file")
+    for block in blocks(path, progress):
+        try:
+            frame = pl.read_ndjson(block, schema=dict(schema), ignore_errors=True)
+        except pl.exceptions.ComputeError:
+            frame = pl.read_ndjson(_mended(block), schema=dict(schema), ignore_errors=True)
+        yield well_formed(frame.select(list(schema)), tuple(schema), tally)
+
+
+def _mended(block: bytes) -> bytes:
+    """The block with an empty object in place of every line that is no JSON object."""
+
+    def mended(line: bytes) -> bytes:
+        try:
+            return line if isinstance(json.loads(line), dict) else b"{}"
+        except ValueError:
+            return b"{}"
+
+    return b"\n".join(mended(line) for line in block.splitlines() if line.strip())
+
+
+def well_formed(frame: pl.DataFrame, required: Sequence[str], tally: Tally) -> pl.DataFrame:
+    """The rows that have every required value and nothing beyond the last column."""
+    good = pl.all_horizontal(*(pl.col(name).is_not_null() for name in required))
+    if EXTRA in frame.columns:
+        good &= pl.col(EXTRA).is_null()
+    mask = frame.select(good.alias("good"))["good"]
+    bad = len(mask) - int(mask.sum())
+    if bad and not tally.malformed:
+        tally.first_malformed = tally.rows + int((~mask).arg_max() or 0) + 1
+    tally.rows += len(frame)
+    tally.malformed += bad
+    return (frame.filter(mask) if bad else frame).drop(EXTRA, strict=False)
+
+
+def utc_seconds(column: str) -> pl.Expr:
+    """Unix seconds of `2010-10-12T00:21:28Z`, null where it is something else."""
+    return pl.col(column).str.to_datetime("%Y-%m-%dT%H:%M:%SZ", strict=False).dt.epoch("s")
+
+
+def milliseconds(frame: pl.DataFrame, file: Path) -> pl.DataFrame:
+    """The frame with its milliseconds `time` in seconds; refuses seconds where milliseconds belong."""
+    lowest = frame["time"].min()
+    if isinstance(lowest, int) and lowest < EARLIEST_MILLISECONDS:
+        raise DataError(
+            f"{file}: timestamps must be unix milliseconds after 1973, found {lowest}; "
+            "the official file has 13 digits: get it, or drop the broken rows"
+        )
+    return frame.with_columns(pl.col("time") // 1000)
+
+
+@dataclass(slots=True)
+class Pieces:
+    """The columns of a log while its blocks arrive, identifiers already small."""
+
+    strings: dict[str, pl.DataType] = field(default_factory=dict)  # the categories of each column of string identifiers
+    columns: dict[str, list[np.ndarray]] = field(default_factory=dict)
+    events: list[str] = field(default_factory=list)
+
+    def add(self, frame: pl.DataFrame) -> None:
+        for name in frame.columns:
+            self.columns.setdefault(name, []).append(self._compact(name, frame[name]))
+
+    def _compact(self, name: str, column: pl.Series) -> np.ndarray:
+        if name == "event":
+            return self._event_codes(column)
+        if column.dtype == pl.String:
+            kind = self.strings.setdefault(name, pl.Categorical(pl.Categories.random()))
+            return column.cast(kind).to_physical().to_numpy()
+        values = column.to_numpy()
+        if name in ("user", "item") and values.min() >= -(2**31) and values.max() < 2**31:
+            return values.astype(np.int32)
+        return values.copy()  # the frame behind a view would live on
+
+    def _event_codes(self, column: pl.Series) -> np.ndarray:
+        self.events += [event for event in column.unique(maintain_order=True) if event not in self.events]
+        return column.cast(pl.Enum(self.events)).to_physical().to_numpy().astype(np.int8)
+
+    def taken(self, name: str) -> np.ndarray | None:
+        """The whole column; its pieces are let go, since both together would not fit."""
+        pieces = self.columns.pop(name, None)
+        return None if pieces is None else np.concatenate(pieces)
+
+    def codes(self, name: str, values: np.ndarray) -> tuple[np.ndarray, pa.Array]:
+        if name in self.strings:
+            ids = self.strings[name].categories.to_series().to_arrow()  # type: ignore[attr-defined]
+            return values, ids.cast(pa.large_string())
+        return integer_codes(values)
+
+
+def gather(name: str, frames: Iterator[pl.DataFrame], shape: Shape, tally: Tally, path: Path) -> InteractionLog:
+    """The log of all frames, each brought to columns user, item, time (and rating, event) by `shape`."""
+    pieces = Pieces()
+    for frame in frames:
+        if len(shaped := shape(frame)):
+            pieces.add(shaped)
+    report(name, path, tally)
+    times = pieces.taken("time")
+    if times is None:
+        raise DataError(f"{path}: a log needs at least one usable row, found none; see docs/datasets.md for the format")
+    check_seconds(times, str(path))
+    order, times = chronological(times, sort=_sorted)
+
+    def sorted_(column: str) -> np.ndarray | None:
+        values = pieces.taken(column)
+        return values if values is None or order is None else values[order]
+
+    with ThreadPoolExecutor(2) as both:
+        users, items, ratings, events = both.map(sorted_, ("user", "item", "rating", "event"))
+    assert users is not None
+    assert items is not None
+    order = None
+    users, user_ids = pieces.codes("user", users)
+    items, item_ids = pieces.codes("item", items)
+    coded = None if events is None else pa.DictionaryArray.from_arrays(pa.array(events), pa.array(pieces.events))
+    return from_codes(name, users, items, times, user_ids, item_ids, ratings=ratings, events=coded)
+
+
+def _sorted(keys: np.ndarray) -> np.ndarray:
+    """Sorted on all cores, in half the time of numpy's sort on one; the array itself, since two would not fit."""
+    np.copyto(keys, pl.Series(keys).sort(in_place=True).to_numpy())
+    return keys
+
+
+def report(name: str, path: Path, tally: Tally) -> None:
+    """Log what became of the rows; refuse a file that is mostly something else."""
+    if tally.malformed > max(10, tally.rows // 100) or 2 * tally.malformed > tally.rows:
+        raise DataError(
+            f"{path}: at most 1 % of the rows may be malformed, found {tally.malformed:,} of {tally.rows:,} "
+            f"(the first is row {tally.first_malformed:,}); see docs/datasets.md for the format"
+        )
+    lost = {"malformed": tally.malformed} | tally.dropped
+    notes = [f"{count:,} dropped ({why})" for why, count in lost.items() if count]
+    level = logging.WARNING if notes else logging.INFO
+    logger.log(level, "%s: %s", name, ", ".join([f"{tally.rows:,} rows read", *notes]))

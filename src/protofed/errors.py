@@ -1,0 +1,41 @@
+"""Every error a user can cause, one clear line each; the command line turns them into exit code 2.
+
+ProtoFedError
+├── DataError            a file or log that breaks a rule of its format
+│   └── DatasetNotFound  no such data set, or its files are missing
+├── ConfigError          an unknown key, a value outside its range
+├── RunFolderError       an output folder that holds another run, or a damaged one
+├── MissingExtra         an optional library that is not installed
+└── LeakError            information from the future reached the past
+"""
+
+
+class ProtoFedError(Exception):
+    """Base of all errors that are the user's to fix; the message names the thing, the rule, the value, the way out."""
+
+
+class DataError(ProtoFedError):
+    """A file or log that breaks a rule of its format."""
+
+
+class DatasetNotFound(DataError):
+    """No data set of that name, or its files are not where they were looked for."""
+
+
+class ConfigError(ProtoFedError):
+    """A setting that is unknown or outside its range."""
+
+
+class RunFolderError(ProtoFedError):
+    """An output folder that cannot take this run."""
+
+
+class MissingExtra(ProtoFedError):
+    """A library that only some commands need is not installed."""
+
+    def __init__(self, library: str, extra: str) -> None:
+        super().__init__(f"{library} is not installed; run `pip install 'protofed[{extra}]'`")
+
+
+class LeakError(ProtoFedError):
+    """A look-ahead: something that was learned, counted or drawn from events later than it may know."""

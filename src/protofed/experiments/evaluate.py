@@ -1,0 +1,173 @@
+"""One state of one method against the queries of one slice: ranks, then tidy rows."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from protofed.evaluation.ranking import hit_rate, ndcg, per_query, rank_of_positive, user_totals
+from protofed.methods.protocol import Method, World
+from protofed.methods.scoring import personal_memory, popularity_prior
+from protofed.slices.candidates import NO_CANDIDATE
+from protofed.slices.histories import Queries, moved, past_counts
+from protofed.slices.stream import QuerySet, SliceStream
+
+CANDIDATES = ("sampled", "sampled_hard", "full", "full_unseen")
+CELLS_PER_CHUNK = 8_000_000  # scores held at once
+
+METRICS_SCHEMA = pa.schema(
+    [
+        ("slice_trained", pa.int32()),
+        ("slice_tested", pa.int32()),
+        ("split", pa.string()),
+        ("candidates", pa.string()),
+        ("subset", pa.string()),
+        ("metric", pa.string()),
+        ("value", pa.float64()),
+        ("n_queries", pa.int64()),
+        ("n_users", pa.int64()),
+    ]
+)
+PER_USER_SCHEMA = pa.schema(
+    [
+        ("user", pa.string()),
+        ("slice_trained", pa.int32()),
+        ("slice_tested", pa.int32()),
+        ("candidates", pa.string()),
+        ("subset", pa.string()),
+        ("n", pa.int64()),
+        ("ndcg10_sum", pa.float64()),
+        ("hr10_sum", pa.float64()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The rank of every query's positive, per kind of candidates (0 where the kind does not apply)."""
+
+    asked: QuerySet
+    slice_trained: int
+    ranks: dict[str, Int[Tensor, " B"]]
+
+
+@torch.no_grad()
+def answer(
+    method: Method[object],
+    world: World,
+    state: object,
+    counts: Tensor,
+    data: SliceStream,
+    asked: QuerySet,
+    trained: int,
+) -> Answered:
+    """Rank every query of the set with the state after slice `trained`; `counts` feed the popularity prior."""
+    device = world.backbone.items.device
+    parts: dict[str, list[Tensor]] = {name: [] for name in CANDIDATES}
+    for chunk in _chunks(len(asked), max(1, CELLS_PER_CHUNK // max(asked.n_items, 1))):
+        queries = moved(data.queries(asked, chunk, world.config.backbone.history_length), device)
+        scores = switched(method.score(world, state, queries), world, queries, counts)
+        for name, ranks in rank_all(scores, queries, asked, chunk).items():
+            parts[name].append(ranks.cpu())
+    empty = torch.zeros(0, dtype=torch.int64)
+    return Answered(asked, trained, {name: torch.cat([empty, *ranks]) for name, ranks in parts.items()})
+
+
+def switched(scores: Float[Tensor, "B I"], world: World, queries: Queries, counts: Tensor) -> Float[Tensor, "B I"]:
+    """Scores with the prior and the memory of the config on top, where those are on."""
+    settings = world.config.scoring
+    if settings.popularity_prior:
+        scores = scores + popularity_prior(counts, queries.n_items, settings.popularity_prior).to(scores.device)
+    if settings.personal_memory:
+        weight, half_life = settings.personal_memory, settings.memory_half_life_days
+        scores = scores + personal_memory(queries, weight=weight, half_life_days=half_life)
+    return scores
+
+
+def rank_all(
+    scores: Float[Tensor, "B I"], queries: Queries, asked: QuerySet, chunk: np.ndarray
+) -> dict[str, Int[Tensor, " B"]]:
+    """The positive's rank among sampled, hard, all, and all not yet seen items."""
+    device = scores.device
+    positive = asked.positives[chunk].to(device)
+    unseen = (past_counts(queries) == 0).scatter(1, positive[:, None], True)
+    hard = _rank_among(scores, positive, asked.hard[chunk].to(device))
+    repeat = torch.from_numpy(asked.subsets["repeat"][chunk]).to(device)
+    return {
+        "sampled": _rank_among(scores, positive, asked.negatives[chunk].to(device)),
+        "sampled_hard": torch.where(repeat, hard, 0),
+        "full": rank_of_positive(scores, positive),
+        "full_unseen": rank_of_positive(scores, positive, unseen),
+    }
+
+
+def _rank_among(scores: Tensor, positive: Tensor, negatives: Tensor) -> Tensor:
+    candidates = torch.cat([positive[:, None], negatives], dim=1)
+    exists = candidates != NO_CANDIDATE
+    first = torch.zeros_like(positive)
+    return rank_of_positive(scores.gather(1, candidates.clamp(min=0)), first, exists)
+
+
+def _chunks(n: int, size: int) -> Iterator[np.ndarray]:
+    for start in range(0, n, size):
+        yield np.arange(start, min(start + size, n))
+
+
+def members(answered: Answered, kind: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Each subset's queries that have this kind of candidates; hard candidates exist for repeats alone."""
+    for name, chosen in answered.asked.subsets.items():
+        if kind == "sampled_hard" and name != "repeat":
+            continue
+        yield name, np.flatnonzero(chosen)
+
+
+def metric_rows(answered: Answered) -> list[dict[str, object]]:
+    """One row per kind of candidates, subset and metric; a subset without queries has no row."""
+    rows: list[dict[str, object]] = []
+    asked = answered.asked
+    for kind in CANDIDATES:
+        values = per_query(answered.ranks[kind])
+        for subset, chosen in members(answered, kind):
+            if not len(chosen):
+                continue
+            about = {
+                "slice_trained": answered.slice_trained,
+                "slice_tested": asked.slice_index,
+                "split": asked.part,
+                "candidates": kind,
+                "subset": subset,
+                "n_queries": len(chosen),
+                "n_users": len(np.unique(asked.users[chosen].numpy())),
+            }
+            rows += [about | {"metric": name, "value": float(value[chosen].mean())} for name, value in values.items()]
+    return rows
+
+
+def per_user_rows(answered: Answered, user_ids: pa.Array) -> pa.Table:
+    """Per user, kind of candidates and subset: queries, summed NDCG@10 and summed HR@10."""
+    tables = []
+    for kind in CANDIDATES:
+        ranks = answered.ranks[kind]
+        for subset, chosen in members(answered, kind):
+            if not len(chosen):
+                continue
+            users = answered.asked.users[chosen]
+            ids, counts, ndcg_sums = user_totals(ndcg(ranks[chosen], 10), users)
+            hr_sums = user_totals(hit_rate(ranks[chosen], 10), users)[2]
+            n = len(ids)
+            columns = [
+                user_ids.take(pa.array(ids.numpy())).cast(pa.string()),
+                pa.array(np.full(n, answered.slice_trained, dtype=np.int32)),
+                pa.array(np.full(n, answered.asked.slice_index, dtype=np.int32)),
+                pa.array([kind] * n, pa.string()),
+                pa.array([subset] * n, pa.string()),
+                pa.array(counts.numpy().astype(np.int64)),
+                pa.array(ndcg_sums.numpy().astype(np.float64)),
+                pa.array(hr_sums.numpy().astype(np.float64)),
+            ]
+            tables.append(pa.table(columns, schema=PER_USER_SCHEMA))
+    return pa.concat_tables(tables) if tables else PER_USER_SCHEMA.empty_table()

@@ -1,0 +1,133 @@
+"""One method on one log, slice by slice: learn, check for leaks, evaluate, checkpoint."""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from protofed.backbone.pretrain import cached_warm_up
+from protofed.backbone.training import PlainDescent
+from protofed.config import RunConfig
+from protofed.data.interactions import InteractionLog
+from protofed.errors import ConfigError
+from protofed.experiments import folder as folders
+from protofed.experiments.evaluate import METRICS_SCHEMA, answer, metric_rows, per_user_rows
+from protofed.experiments.folder import RunFolder
+from protofed.files import write_text
+from protofed.methods.catalogue import method_named
+from protofed.methods.protocol import Diagnostics, Method, World
+from protofed.methods.state import pack, unpack
+from protofed.progress import Progress, silent
+from protofed.slices.leaks import check_candidates, check_evidence
+from protofed.slices.stream import SliceStream, TimeSlice
+
+TIMING_SCHEMA = pa.schema([("slice", pa.int32()), ("stage", pa.string()), ("seconds", pa.float64())])
+
+
+@dataclass(frozen=True, slots=True)
+class Experiment:
+    """A config, the log it runs on, where, and where warm-ups are kept."""
+
+    config: RunConfig
+    log: InteractionLog
+    cache: Path
+    device: torch.device
+    command: str = "Experiment.run"
+
+    def run(self, out: Path, progress: Progress = silent) -> RunFolder:
+        """The finished run folder; what an earlier, killed call left is continued, what it finished is kept."""
+        with folders.opened(out, self.config) as folder:
+            if not folder.finished:
+                _run(self, folder, progress)
+            return folder
+
+
+def _run(experiment: Experiment, folder: RunFolder, progress: Progress) -> None:
+    torch.use_deterministic_algorithms(True)
+    config, device = experiment.config, experiment.device
+    write_text(
+        folder.path / "environment.json",
+        json.dumps(folders.environment(device, experiment.command, config.seed), indent=2),
+    )
+    write_text(folder.path / "ledger.json", "[]\n")
+    data = SliceStream(experiment.log, config.stream)
+    began = time.monotonic()
+    backbone, fit = cached_warm_up(config, data, experiment.cache, device=device, progress=progress)
+    warm_up_seconds = time.monotonic() - began
+    method = method_named(config.method).method
+    world = World(config, data.slice_(0), backbone, progress)
+    state, first = resume(folder, method, world)
+    if first == 0:
+        folder.log({"slice": 0, "stage": "warm-up", "validation_ndcg10": fit.trace, "epochs": fit.best_epoch})
+    for index in range(first, data.n_slices + 1):
+        slice_ = data.slice_(index)
+        began = time.monotonic()
+        diagnostics: Diagnostics = {}
+        if index > 0:
+            state, diagnostics = method.learn(world, state, slice_, PlainDescent(config.training.max_grad_norm))
+        learned = time.monotonic()
+        check_evidence(data, index, method.evidence(state))
+        tables = evaluate(method, world, state, slice_, data)
+        seconds = {"learn": learned - began, "evaluate": time.monotonic() - learned}
+        if index == 0:
+            seconds["warm-up"] = warm_up_seconds
+        tables["timing"] = timing(index, seconds)
+        folder.log({"slice": index, "stage": "learn", **diagnostics})
+        folders.save_slice(folder, index, tables, pack(state))
+        progress("run", index + 1, data.n_slices + 1, f"slice {index} done")
+    folders.finish(folder, data.n_slices)
+
+
+def resume(folder: RunFolder, method: Method[Any], world: World) -> tuple[Any, int]:
+    """The state to go on from and the slice to do next."""
+    checkpoint = folders.load_checkpoint(folder)
+    state = method.start(world)
+    if checkpoint is None:
+        return state, 0
+    done, tensors = checkpoint
+    return unpack(state, tensors), done + 1
+
+
+def evaluate(
+    method: Method[Any], world: World, state: Any, slice_: TimeSlice, data: SliceStream
+) -> dict[str, pa.Table]:
+    """Column t of A[s, t] and the validation part of slice t; per user where intervals need it (s = t, and t = T)."""
+    counts = slice_.train_counts()
+    rows: list[Mapping[str, object]] = []
+    users = []
+    trained = slice_.index
+    for tested in range(data.n_slices + 1):
+        for part in ("val", "test") if tested == trained else ("test",):
+            asked = data.query_set(tested, part)
+            if trained == 0:
+                check_candidates(data, asked)
+            answered = answer(method, world, state, counts, data, asked, trained)
+            rows += metric_rows(answered)
+            if part == "test" and (tested == trained or trained == data.n_slices):
+                users.append(per_user_rows(answered, data.log.user_ids))
+        world.progress(f"evaluate after slice {trained}", tested + 1, data.n_slices + 1, "")
+    return {"metrics": pa.Table.from_pylist(rows, schema=METRICS_SCHEMA), "per_user": pa.concat_tables(users)}
+
+
+def timing(slice_index: int, seconds: Mapping[str, float]) -> pa.Table:
+    """What depends on the clock, apart from the results."""
+    rows = [{"slice": slice_index, "stage": stage, "seconds": value} for stage, value in seconds.items()]
+    return pa.Table.from_pylist(rows, schema=TIMING_SCHEMA)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of that name; "auto" takes a GPU where there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as problem:
+        raise ConfigError(f"--device must be cpu, cuda or auto, got {name!r}") from problem
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda was asked for, but PyTorch finds no GPU here; use --device cpu")
+    return device

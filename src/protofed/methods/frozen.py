@@ -1,0 +1,82 @@
+"""The frozen backbone: warmed up on the base block, then only new items get rows."""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from protofed.backbone.new_items import only_rows, with_new_rows
+from protofed.backbone.sasrec import SASRec
+from protofed.backbone.training import Descend, Task, train
+from protofed.methods.protocol import Diagnostics, World
+from protofed.slices.histories import Queries
+from protofed.slices.leaks import Evidence
+from protofed.slices.stream import TimeSlice
+
+
+@dataclass(frozen=True, slots=True)
+class BackboneState:
+    """A backbone and how far it has learned."""
+
+    backbone: SASRec
+    slice_index: int
+    newest_target: int
+
+
+def started(world: World) -> BackboneState:
+    """The warmed-up backbone as it is."""
+    return BackboneState(world.backbone, world.base.index, int(world.base.train_positions[-1]))
+
+
+def backbone_scores(state: BackboneState, queries: Queries) -> Float[Tensor, "B I"]:
+    """Inner products of the last hidden state with every available item's row."""
+    return state.backbone.scores(state.backbone.last_hidden(queries.tokens), queries.n_items)
+
+
+def backbone_evidence(state: BackboneState) -> Evidence:
+    return Evidence(state.slice_index, newest_target=state.newest_target, item_rows=state.backbone.n_rows)
+
+
+def learn_new_rows(
+    world: World, state: BackboneState, slice_: TimeSlice, descend: Descend
+) -> tuple[BackboneState, Diagnostics]:
+    """Rows of the items that are new in this slice, started by the shared rule and learned once; nothing else moves."""
+    model, new = with_new_rows(state.backbone, slice_)
+    if not new.any():
+        return BackboneState(model.eval(), slice_.index, state.newest_target), {"new_rows": 0.0}
+    config = world.config
+    task = Task(slice_, slice_.train_positions, config.training.slice_epochs, config.training.slice_learning_rate)
+    model, fit = train(
+        model,
+        task,
+        config.training,
+        seed=config.seed,
+        descend=descend,
+        trainable=only_rows(new),
+        progress=world.progress,
+    )
+    diagnostics = {"new_rows": float(new.sum()), "epochs": float(fit.best_epoch), "steps": float(fit.steps_per_epoch)}
+    return BackboneState(model, slice_.index, max(state.newest_target, fit.newest_target)), diagnostics
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """Base backbone and the shared new-item rule, no popularity prior. `new_rows=False` leaves the mean row to all."""
+
+    new_rows: bool = True
+
+    def start(self, world: World) -> BackboneState:
+        return started(world)
+
+    def learn(
+        self, world: World, state: BackboneState, slice_: TimeSlice, descend: Descend
+    ) -> tuple[BackboneState, Diagnostics]:
+        if not self.new_rows:
+            return BackboneState(state.backbone, slice_.index, state.newest_target), {}
+        return learn_new_rows(world, state, slice_, descend)
+
+    def score(self, world: World, state: BackboneState, queries: Queries) -> Float[Tensor, "B I"]:
+        return backbone_scores(state, queries)
+
+    def evidence(self, state: BackboneState) -> Evidence:
+        return backbone_evidence(state)

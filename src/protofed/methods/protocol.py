@@ -1,0 +1,52 @@
+"""Anything the benchmark can run, in three verbs: start, learn, score."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from jaxtyping import Float
+from torch import Tensor
+
+from protofed.backbone.sasrec import SASRec
+from protofed.backbone.training import Descend
+from protofed.config import RunConfig
+from protofed.progress import Progress, silent
+from protofed.slices.histories import Queries
+from protofed.slices.leaks import Evidence
+from protofed.slices.stream import TimeSlice
+
+State = TypeVar("State")
+Diagnostics = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What every method starts from: the settings, the base block and the backbone that was warmed up on it."""
+
+    config: RunConfig
+    base: TimeSlice
+    backbone: SASRec
+    progress: Progress = silent
+
+
+class Method(Protocol[State]):
+    """A continual recommender. Implementations are frozen dataclasses holding hyper-parameters only.
+
+    All randomness comes from the named streams of `world.config.seed`: a state depends on the seed and the past alone.
+    """
+
+    def start(self, world: World) -> State:
+        """The state after the base block."""
+        ...
+
+    def learn(self, world: World, state: State, slice_: TimeSlice, descend: Descend) -> tuple[State, Diagnostics]:
+        """The state after one more slice; `descend` turns per-user losses into updates, plainly or privately."""
+        ...
+
+    def score(self, world: World, state: State, queries: Queries) -> Float[Tensor, "B I"]:
+        """A score for each of the `queries.n_items` items available; higher ranks first."""
+        ...
+
+    def evidence(self, state: State) -> Evidence:
+        """What the state admits to knowing, for the leak checker."""
+        ...

@@ -1,0 +1,13 @@
+"""How long work tells what it is doing without knowing whether anybody looks."""
+
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Called with a task's name, how much is done, the total (None if unknown) and a short note."""
+
+    def __call__(self, task: str, done: float, total: float | None, note: str = "") -> None: ...
+
+
+def silent(task: str, done: float, total: float | None, note: str = "") -> None:
+    """The progress of notebooks and tests: none."""

@@ -1,0 +1,98 @@
+"""What a reader should know before believing a number: one sentence each."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from protofed.evaluation.ranking import check_ndcg_hr_ratio
+from protofed.report.runs import Run, Unfinished
+from protofed.report.sections import Section
+from protofed.report.tables import HEADLINE, MAIN, Results, key_of
+
+
+def cautions(results: Sequence[Results], unfinished: Sequence[Unfinished]) -> tuple[str, ...]:
+    """Every caution of the report, section by section."""
+    found = [f"{found.section.title}: {line}" for found in results for line in _of_section(found)]
+    if unfinished:
+        names = ", ".join(run.folder for run in unfinished)
+        found.append(
+            f"{_count(len(unfinished), 'run is', 'runs are')} unfinished and left out of every number: {names}."
+        )
+    return tuple(found)
+
+
+def _of_section(results: Results) -> Iterator[str]:
+    section = results.section
+    yield from _low_ndcg(results)
+    yield from _not_above_trivial(results)
+    yield from _few_seeds(section)
+    yield from _other_queries(section)
+    yield from _empty_slices(section)
+    without = [row.label for row in section.rows if not _has_interval(results, row.label)]
+    if without:
+        why = "per_user.parquet is missing or its seeds differ in queries"
+        yield f"no confidence interval for {', '.join(without)}: {why}."
+    if section.cut_short:
+        yield f"left out because other runs of the same stream reach further slices: {', '.join(section.cut_short)}."
+    if section.duplicates:
+        yield f"left out because another folder holds the same settings and seed: {', '.join(section.duplicates)}."
+
+
+def _low_ndcg(results: Results) -> Iterator[str]:
+    for label, estimates in results.estimates.items():
+        for candidates, subset, metric in HEADLINE:
+            if metric == "ndcg@10":
+                hits = estimates[key_of((candidates, subset, "hr@10"))].mean
+                problem = check_ndcg_hr_ratio(estimates[key_of((candidates, subset, metric))].mean, hits)
+                if problem:
+                    yield f"{label}, {candidates}, {subset} events: {problem}."
+
+
+def _not_above_trivial(results: Results) -> Iterator[str]:
+    for candidates, subset, metric in HEADLINE:
+        if metric != "ndcg@10":
+            continue
+        key = key_of((candidates, subset, metric))
+        trivial, bar = results.best(key, trivial=True)
+        losers = [
+            row.label
+            for row in results.section.rows
+            if not row.is_trivial and results.estimates[row.label][key].mean <= bar
+        ]
+        if trivial and losers:
+            yield f"{', '.join(losers)} not above the trivial row {trivial} ({candidates}, {subset} events, NDCG@10)."
+
+
+def _few_seeds(section: Section) -> Iterator[str]:
+    seeds = {row.seeds for row in section.rows}
+    if len(seeds) > 1:
+        listed = "; ".join(f"{row.label}: {', '.join(map(str, row.seeds))}" for row in section.rows)
+        yield f"rows have different seeds ({listed})."
+    elif len(next(iter(seeds))) == 1:
+        yield "one seed per row: there is no spread over seeds, and small differences may be chance."
+
+
+def _other_queries(section: Section) -> Iterator[str]:
+    asked = {row.label: {_queries(run) for run in row.runs} for row in section.rows}
+    if len(set.union(*asked.values())) > 1:
+        yield "rows were not tested on the same number of queries; compare them with care."
+
+
+def _empty_slices(section: Section) -> Iterator[str]:
+    runs = [run for row in section.rows for run in row.runs if MAIN in run.matrices]
+    empty = sorted({int(t) + 1 for run in runs for t in np.flatnonzero(run.matrices[MAIN].diagonal_queries == 0)})
+    if empty:
+        yield f"no test query in slice {', '.join(map(str, empty))}, which is left out of every average."
+
+
+def _queries(run: Run) -> tuple[int, ...]:
+    return tuple(int(n) for n in run.matrices[MAIN].diagonal_queries) if MAIN in run.matrices else ()
+
+
+def _has_interval(results: Results, label: str) -> bool:
+    return math.isfinite(results.estimates[label][key_of(MAIN)].low)
+
+
+def _count(n: int, one: str, many: str) -> str:
+    return f"{n} {one if n == 1 else many}"

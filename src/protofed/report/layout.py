@@ -1,0 +1,162 @@
+"""Tables as values: what the page draws, what a browser sorts and what the CSV links hold."""
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from urllib.parse import quote
+
+MISSING = "–"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over seeds, its standard deviation over seeds, and a confidence interval over users; NaN where unknown."""
+
+    mean: float
+    std: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A heading, the heading above it, and what a reader learns by pointing at it."""
+
+    label: str
+    group: str = ""
+    hint: str = ""
+    lower_is_better: bool = False
+    ranked: bool = True  # has a best value
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What a cell shows and what it sorts by; `spread` and `interval` are set smaller."""
+
+    text: str
+    spread: str = ""
+    interval: str = ""
+    value: float = math.nan
+    best: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One row of a table."""
+
+    label: str
+    cells: tuple[Cell, ...]
+    trivial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of numbers with a heading column."""
+
+    name: str  # for ids and file names
+    caption: str
+    columns: tuple[Column, ...]
+    lines: tuple[Line, ...]
+    footer: tuple[Line, ...] = ()
+    csv: str = ""
+    corner: str = "method"
+
+    @property
+    def groups(self) -> list[tuple[str, int]]:
+        """Neighbouring columns under the same upper heading, and how many they are; empty without upper headings."""
+        spans: list[tuple[str, int]] = []
+        for column in self.columns:
+            if spans and spans[-1][0] == column.group:
+                spans[-1] = (column.group, spans[-1][1] + 1)
+            else:
+                spans.append((column.group, 1))
+        return spans if any(group for group, _ in spans) else []
+
+
+def table_of_estimates(
+    name: str,
+    caption: str,
+    columns: Sequence[Column],
+    rows: Sequence[tuple[str, bool, Sequence[Estimate]]],
+    footer: tuple[Line, ...] = (),
+) -> Table:
+    """Rows of (label, is it trivial, estimates), the best first by the first column, the best of each column marked."""
+    rows = sorted(rows, key=lambda row: (_descending(row[2][0].mean), row[0]))
+    by_column = [[row[2][place] for row in rows] for place in range(len(columns))]
+    cells = [estimate_cells(column, estimates) for column, estimates in zip(columns, by_column, strict=True)]
+    lines = tuple(
+        Line(label, tuple(column[place] for column in cells), trivial) for place, (label, trivial, _) in enumerate(rows)
+    )
+    return Table(name, caption, tuple(columns), lines, footer, _estimates_csv(columns, rows))
+
+
+def estimate_cells(column: Column, estimates: Sequence[Estimate]) -> list[Cell]:
+    """A column's cells: three decimals, or four where all values are small."""
+    known = [abs(estimate.mean) for estimate in estimates if math.isfinite(estimate.mean)]
+    digits = 3 if not known or max(known) >= 0.1 else 4
+    cells = [_cell(estimate, digits) for estimate in estimates]
+    if not column.ranked or len(known) < 2:
+        return cells
+    sign = -1 if column.lower_is_better else 1
+    top = max(round(sign * cell.value, digits) for cell in cells if math.isfinite(cell.value))
+    return [replace(cell, best=round(sign * cell.value, digits) == top) if known else cell for cell in cells]
+
+
+def number(value: float, digits: int = 3) -> str:
+    """A number with a true minus sign, or a dash where there is none."""
+    if not math.isfinite(value):
+        return MISSING
+    text = f"{value:.{digits}f}"
+    return (text[1:] if float(text) == 0 and text.startswith("-") else text).replace("-", "\N{MINUS SIGN}")
+
+
+def interval(low: float, high: float, digits: int = 3) -> str:
+    """[low, high], or nothing where there is none."""
+    return f"[{_short(low, digits)}, {_short(high, digits)}]" if math.isfinite(low) and math.isfinite(high) else ""
+
+
+def to_csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Comma-separated text; unknown numbers are empty fields."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows([_field(value) for value in row] for row in rows)
+    return buffer.getvalue()
+
+
+def data_uri(text: str) -> str:
+    """A link that holds the CSV itself."""
+    return "data:text/csv;charset=utf-8," + quote(text, safe="")
+
+
+def _short(value: float, digits: int) -> str:
+    """A number without the zero before its point, so that a table of twelve columns fits a page."""
+    return number(value, digits).replace("0.", ".", 1) if abs(value) < 1 else number(value, digits)
+
+
+def _cell(estimate: Estimate, digits: int) -> Cell:
+    spread = f"±{_short(estimate.std, digits)}" if math.isfinite(estimate.std) else ""
+    return Cell(
+        number(estimate.mean, digits), spread, interval(estimate.low, estimate.high, digits), value=estimate.mean
+    )
+
+
+def _descending(value: float) -> float:
+    return math.inf if math.isnan(value) else -value
+
+
+def _estimates_csv(columns: Sequence[Column], rows: Sequence[tuple[str, bool, Sequence[Estimate]]]) -> str:
+    tidy = [
+        (label, f"{column.group} {column.label}".strip(), found.mean, found.std, found.low, found.high)
+        for label, _, estimates in rows
+        for column, found in zip(columns, estimates, strict=True)
+    ]
+    return to_csv(["method", "column", "mean", "std", "low95", "high95"], tidy)
+
+
+def _field(value: object) -> object:
+    if not isinstance(value, float):
+        return value
+    return f"{value:.6g}" if math.isfinite(value) else ""

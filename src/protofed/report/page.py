@@ -1,0 +1,231 @@
+"""The page: everything computed, drawn and inlined into one HTML file."""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from protofed.errors import MissingExtra, ProtoFedError
+from protofed.evaluation.forgetting import af_over_time
+from protofed.report import provenance
+from protofed.report.cautions import cautions
+from protofed.report.figures import Curve, heat_map, line_plot
+from protofed.report.layout import Table, data_uri, number, to_csv
+from protofed.report.runs import Unfinished, find_runs
+from protofed.report.sections import Row, group
+from protofed.report.svg import stroke, swatch
+from protofed.report.tables import (
+    MAIN,
+    Results,
+    compute,
+    distances,
+    headline,
+    key_of,
+    main_matrix,
+    mean_matrix,
+    strata,
+    wall_clock,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """One figure of the page and the numbers it shows."""
+
+    name: str
+    caption: str
+    svg: str
+    csv: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chapter:
+    """All the page shows about one section."""
+
+    results: Results
+    findings: tuple[str, ...]
+    headline: Table
+    distances: Table | None
+    strata: tuple[Table, ...]
+    time: Table | None
+    legend: tuple[tuple[str, str], ...]  # swatch, label
+    lines: tuple[Drawing, ...]
+    heat_maps: tuple[Drawing, ...]
+    limits: tuple[float, float]  # of the heat maps' colours
+
+
+def build(runs_folder: Path) -> tuple[str, dict[str, Any]]:
+    """The page of all runs below a folder, and its numbers for machines."""
+    runs, unfinished = find_runs(runs_folder)
+    results = [compute(section) for section in group(runs)]
+    warned = cautions(results, unfinished)
+    chapters = [_chapter(found) for found in results]
+    return render(chapters, warned, unfinished), summary(results, warned, unfinished)
+
+
+def write(page: str, out: Path) -> None:
+    """The page at `out`, all of it or nothing."""
+    check_target(out)
+    draft = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        draft.write_text(page, encoding="utf-8", newline="\n")
+        os.replace(draft, out)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def check_target(out: Path) -> None:
+    """Refuse a place where a page cannot or should not go."""
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise ProtoFedError(f"the report is an HTML file: --out must end in .html, got {out}")
+    if out.is_dir():
+        raise ProtoFedError(f"--out {out} is a folder; give a file, e.g. {out / 'report.html'}")
+    if not out.parent.is_dir():
+        raise ProtoFedError(f"--out {out}: there is no folder {out.parent}; create it first")
+
+
+def summary(results: Sequence[Results], warned: Sequence[str], unfinished: Sequence[Unfinished]) -> dict[str, Any]:
+    """What --json prints: every headline estimate, rounded to six decimals; unknown numbers are null."""
+    return {
+        "sections": [
+            {
+                "title": found.section.title,
+                "dataset": found.section.dataset,
+                "slices": found.section.n_slices,
+                "rows": [_row_summary(found, row) for row in found.section.rows],
+            }
+            for found in results
+        ],
+        "warnings": list(warned),
+        "unfinished": [run.folder for run in unfinished],
+    }
+
+
+def render(chapters: Sequence[Chapter], warned: Sequence[str], unfinished: Sequence[Unfinished]) -> str:
+    """The HTML text."""
+    try:
+        from jinja2 import Environment, StrictUndefined
+        from markupsafe import Markup
+    except ImportError as problem:
+        raise MissingExtra("jinja2", "report") from problem
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    environment.filters.update(data_uri=data_uri, inline=Markup, number=number, finite=math.isfinite)
+    sections = [chapter.results.section for chapter in chapters]
+    return environment.from_string(_file("page.html")).render(
+        chapters=chapters,
+        warnings=warned,
+        unfinished=unfinished,
+        n_runs=sum(len(row.runs) for section in sections for row in section.rows),
+        methods=sorted({row.label for section in sections for row in section.rows}),
+        seeds=sorted({seed for section in sections for row in section.rows for seed in row.seeds}),
+        coverage=provenance.coverage(sections, unfinished),
+        releases=provenance.releases(sections),
+        claim=provenance.CLAIM,
+        environments=provenance.environments(sections),
+        commands=provenance.commands(sections),
+        settings=provenance.settings(sections),
+        style=_file("style.css"),
+        script=_file("sort.js"),
+    )
+
+
+def _file(name: str) -> str:
+    return files("protofed.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _chapter(results: Results) -> Chapter:
+    section = results.section
+    limits = _limits([mean_matrix(row) for row in section.rows])
+    return Chapter(
+        results=results,
+        findings=_findings(results),
+        headline=headline(results),
+        distances=distances(results),
+        strata=(strata(section, "sampled"), strata(section, "full")),
+        time=wall_clock(section),
+        legend=tuple((swatch(stroke(place)), row.label) for place, row in enumerate(section.rows)),
+        lines=(_accuracy_drawing(results), _forgetting_drawing(results)),
+        heat_maps=tuple(_heat_drawing(section.slug, place, row, limits) for place, row in enumerate(section.rows)),
+        limits=limits,
+    )
+
+
+def _findings(results: Results) -> tuple[str, ...]:
+    """One sentence for the paper's protocol and one for the hardest reading."""
+    sentences = []
+    for key, words in (
+        (key_of(MAIN), "All events, sampled candidates"),
+        ("ndcg@10/full/novel", "Novel events, full ranking"),
+    ):
+        best, value = results.best(key)
+        trivial, bar = results.best(key, trivial=True)
+        if best:
+            rest = f"; the best trivial row, {trivial}, has {number(bar)}" if trivial and trivial != best else ""
+            note = ", a trivial row" if best == trivial else ""
+            sentences.append(f"{words}: {best}{note} leads with NDCG@10 {number(value)}{rest}.")
+    return tuple(sentences)
+
+
+def _accuracy_drawing(results: Results) -> Drawing:
+    curves = _curves(results, lambda run: np.diagonal(main_matrix(run))[1:])
+    return _line_drawing(
+        f"{results.section.slug}-accuracy", "NDCG@10 right after each slice, A[t, t]", "A[t, t]", curves
+    )
+
+
+def _forgetting_drawing(results: Results) -> Drawing:
+    curves = _curves(results, lambda run: af_over_time(main_matrix(run))[1:])
+    return _line_drawing(f"{results.section.slug}-forgetting", "Average forgetting so far, AF(t)", "AF(t)", curves)
+
+
+def _curves(results: Results, values: Any) -> list[Curve]:
+    rows = results.section.rows
+    return [
+        Curve(row.label, stroke(place), np.array([values(run) for run in row.runs])) for place, row in enumerate(rows)
+    ]
+
+
+def _line_drawing(name: str, caption: str, axis: str, curves: Sequence[Curve]) -> Drawing:
+    svg = line_plot(curves, first_slice=1, title=axis, name=name)
+    tidy = [
+        (curve.label, seed, t + 1, float(value))
+        for curve in curves
+        for (seed, t), value in np.ndenumerate(curve.values)
+    ]
+    return Drawing(name, caption, svg, to_csv(["method", "run", "slice", axis], tidy))
+
+
+def _heat_drawing(slug: str, place: int, row: Row, limits: tuple[float, float]) -> Drawing:
+    matrix = mean_matrix(row)
+    name = f"{slug}-heat-{place}"
+    svg = heat_map(matrix, limits=limits, label=row.label, name=name)
+    tidy = [(s, t, float(value)) for (s, t), value in np.ndenumerate(matrix)]
+    return Drawing(name, row.label, svg, to_csv(["slice_tested", "slice_trained", "ndcg@10"], tidy))
+
+
+def _limits(matrices: Sequence[np.ndarray]) -> tuple[float, float]:
+    known = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices])
+    return (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
+
+
+def _row_summary(results: Results, row: Row) -> dict[str, Any]:
+    estimates = results.estimates[row.label]
+    return {
+        "label": row.label,
+        "method": row.method,
+        "trivial": row.is_trivial,
+        "seeds": list(row.seeds),
+        **{
+            key: {"mean": _null(found.mean), "std": _null(found.std), "ci95": [_null(found.low), _null(found.high)]}
+            for key, found in estimates.items()
+        },
+    }
+
+
+def _null(value: float) -> float | None:
+    return round(value, 6) if math.isfinite(value) else None

@@ -1,0 +1,125 @@
+"""Where the numbers come from: coverage, releases, environments, commands and configs."""
+
+import json
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from protofed.report.layout import Cell, Column, Line, Table, to_csv
+from protofed.report.runs import Run, Unfinished
+from protofed.report.sections import Row, Section
+
+CLAIM = (
+    "(ε, δ) joint user-level differential privacy for a user's events after the base block, add / remove one user, "
+    "δ = 1e-5. Events in the base block are not protected (56 to 93 % of later users have some). The catalogue, slice "
+    "edges, the number of clients, preprocessing and hyper-parameters are taken as public; published metrics are not "
+    "covered."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """What the seeds of a row released, where they released the same: alike releases counted together."""
+
+    label: str
+    folders: str
+    releases: tuple[tuple[str, int], ...]  # a release in words, how many times
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The config of a row, verbatim, with the folders and seeds it stands for."""
+
+    title: str
+    seeds: str
+    folders: str
+    text: str
+
+
+def coverage(sections: Sequence[Section], unfinished: Sequence[Unfinished]) -> Table:
+    """Which seeds of which row exist for each data set."""
+    rows = {(section.title, row.label): row for section in sections for row in section.rows}
+    labels = sorted({label for _, label in rows})
+    lines = [Line(label, tuple(_seeds(rows.get((section.title, label))) for section in sections)) for label in labels]
+    columns = tuple(Column(section.title, "seeds of finished runs", ranked=False) for section in sections)
+    tidy: list[tuple[object, ...]] = [
+        (title, label, seed) for (title, label), row in sorted(rows.items()) for seed in row.seeds
+    ]
+    tidy += [(run.config.get("dataset", ""), f"{run.config.get('method', '')} (unfinished)", "") for run in unfinished]
+    return Table("coverage", "", columns, tuple(lines), csv=to_csv(["dataset", "method", "seed"], tidy))
+
+
+def releases(sections: Sequence[Section]) -> tuple[Released, ...]:
+    """The rows that released something, and what; seeds with different ledgers apart."""
+    found = []
+    for title, row in [(section.title, row) for section in sections for row in section.rows]:
+        ledgers = {run.seed: _counted(run.ledger) for run in row.runs if run.ledger}
+        for ledger in dict.fromkeys(ledgers.values()):
+            runs = [run for run in row.runs if ledgers.get(run.seed) == ledger]
+            label = f"{title}, {row.label}, seed {', '.join(str(run.seed) for run in runs)}"
+            found.append(Released(label, ", ".join(f"{run.folder}/ledger.json" for run in runs), ledger))
+    return tuple(found)
+
+
+def environments(sections: Sequence[Section]) -> tuple[tuple[str, str], ...]:
+    """Each fact of the environments and its values; where runs differ, how many have each."""
+    runs = [run for _, _, run in _all(sections)]
+    facts = [_flat({key: value for key, value in run.environment.items() if key != "command"}) for run in runs]
+    keys = sorted({key for fact in facts for key in fact})
+    return tuple((key, _values([fact[key] for fact in facts if key in fact], len(runs))) for key in keys)
+
+
+def commands(sections: Sequence[Section]) -> tuple[str, ...]:
+    """The command of every run that kept it, without repeats."""
+    found = [run.environment.get("command") for _, _, run in _all(sections)]
+    lines = [
+        shlex.join(map(str, command)) if isinstance(command, list) else str(command) for command in found if command
+    ]
+    return tuple(dict.fromkeys(lines))
+
+
+def settings(sections: Sequence[Section]) -> tuple[Settings, ...]:
+    """The config of each row; its seeds differ in nothing that decides a number."""
+    return tuple(
+        Settings(
+            f"{section.title}: {row.label}",
+            ", ".join(map(str, row.seeds)),
+            ", ".join(run.folder for run in row.runs),
+            row.runs[0].config_text,
+        )
+        for section in sections
+        for row in section.rows
+    )
+
+
+def _all(sections: Sequence[Section]) -> list[tuple[Section, Row, Run]]:
+    return [(section, row, run) for section in sections for row in section.rows for run in row.runs]
+
+
+def _seeds(row: Row | None) -> Cell:
+    return Cell(", ".join(map(str, row.seeds)), value=float(len(row.seeds))) if row else Cell("–", value=0.0)
+
+
+def _counted(ledger: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, int], ...]:
+    words = (", ".join(f"{key} {_text(value)}" for key, value in release.items()) for release in ledger)
+    return tuple(Counter(words).items())
+
+
+def _values(values: Sequence[str], n_runs: int) -> str:
+    counts = Counter(values)
+    if len(counts) == 1 and len(values) == n_runs:
+        return values[0]
+    return "; ".join(f"{value} ({n} {'run' if n == 1 else 'runs'})" for value, n in sorted(counts.items()))
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": _text(value)}
+    return flat
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)

@@ -1,0 +1,123 @@
+"""Runs that may be compared: one section per data set and stream, one row per method and settings, seeds inside."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from protofed.report.runs import Run
+
+TRIVIAL = ("frozen", "personal-memory", "popularity")
+NOT_SETTINGS = ("seed", "out", "root", "device")  # they may differ between the seeds of one row
+ANSWERED = ("dataset", "clients", "stream")  # what decides the queries, and so who may be compared
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One method with one set of settings; its runs differ by seed."""
+
+    label: str
+    method: str
+    runs: tuple[Run, ...]
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(run.seed for run in self.runs)
+
+    @property
+    def is_trivial(self) -> bool:
+        return self.method in TRIVIAL
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """The rows that were asked the same queries."""
+
+    title: str
+    slug: str
+    dataset: str
+    rows: tuple[Row, ...]
+    duplicates: tuple[str, ...]  # folders left out because another one holds the same settings and seed
+    cut_short: tuple[str, ...]  # folders left out because others of the same stream reach further slices
+
+    @property
+    def n_slices(self) -> int:
+        return max(run.n_slices for row in self.rows for run in row.runs)
+
+    @property
+    def n_candidates(self) -> int:
+        """How many items a sampled query ranks, the positive among them."""
+        return 1 + int(self.rows[0].runs[0].config.get("stream", {}).get("n_negatives", 99))
+
+
+def group(runs: Sequence[Run]) -> tuple[Section, ...]:
+    """Sections ordered by title, their rows by label, their runs by seed."""
+    by_stream = _by(runs, lambda run: _canonical({key: run.config.get(key) for key in ANSWERED}))
+    asked = [_flat({key: members[0].config.get(key) for key in ANSWERED}) for members in by_stream]
+    names = [members[0].config["dataset"] for members in by_stream]
+    titles = distinct_labels(names, asked)
+    sections = [_section(title, members) for title, members in zip(titles, by_stream, strict=True)]
+    return tuple(sorted(sections, key=lambda section: section.title))
+
+
+def distinct_labels(names: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Each name, followed by the settings that tell it from others of the same name."""
+    labels = []
+    for name, own in zip(names, settings, strict=True):
+        rivals = [other for rival, other in zip(names, settings, strict=True) if rival == name]
+        keys = sorted({key for other in rivals for key in other})
+        differing = [key for key in keys if len({json.dumps(other.get(key)) for other in rivals}) > 1]
+        labels.append(", ".join([name, *(f"{key}={own.get(key)}" for key in differing)]))
+    return labels
+
+
+def slug(text: str) -> str:
+    """A name that is safe in an id or a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unnamed"
+
+
+def _section(title: str, found: Sequence[Run]) -> Section:
+    longest = max(run.n_slices for run in found)
+    runs = [run for run in found if run.n_slices == longest]
+    cut_short = tuple(run.folder for run in found if run.n_slices < longest)
+    groups = _by(runs, lambda run: _canonical(_settings(run)))
+    names = [_method_name(members[0].config) for members in groups]
+    labels = distinct_labels(names, [_flat(_settings(members[0])) for members in groups])
+    rows, duplicates = [], []
+    for label, members in zip(labels, groups, strict=True):
+        by_seed = {run.seed: run for run in reversed(members)}  # the first folder of a seed is kept
+        duplicates += [run.folder for run in members if by_seed[run.seed] is not run]
+        rows.append(Row(label, members[0].config["method"], tuple(by_seed[seed] for seed in sorted(by_seed))))
+    rows.sort(key=lambda row: row.label)
+    return Section(title, slug(title), runs[0].config["dataset"], tuple(rows), tuple(duplicates), cut_short)
+
+
+def _method_name(config: Mapping[str, Any]) -> str:
+    variant = config.get("variant")
+    return config["method"] if variant in (None, "", "standard") else f"{config['method']} ({variant})"
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    return {key: value for key, value in run.config.items() if key not in NOT_SETTINGS}
+
+
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _by(runs: Iterable[Run], key: Any) -> list[list[Run]]:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(key(run), []).append(run)
+    return list(groups.values())
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, str | int | float | bool | None) else str(value)
+    return flat

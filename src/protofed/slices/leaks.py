@@ -1,0 +1,86 @@
+"""The leak checker: every look-ahead fails loudly, under its own name.
+
+The runner calls these on what it really hands out and gets back; none of them trusts the code it checks.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from protofed.errors import LeakError
+from protofed.slices.candidates import NO_CANDIDATE
+from protofed.slices.stream import QuerySet, SliceStream
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a method's state admits to knowing; None where it holds nothing of the kind.
+
+    A method fills this from its own state, and the checker holds it against the stream.
+    """
+
+    slice_index: int  # the newest slice the state (prompts, weights, buffers) was learned at
+    newest_target: int | None = None  # log position of the newest event that gave a gradient
+    item_rows: int | None = None  # items with a row of their own
+    popularity: Int[Tensor, " n"] | None = None  # item counts the state scores with
+
+
+def check_candidates(stream: SliceStream, asked: QuerySet) -> None:
+    """No negative that was first seen after the slice, and none the user has met by then."""
+    end = stream.bounds[asked.slice_index].part(asked.part)[1]
+    items, users = stream.log.items.numpy(), stream.log.users.numpy()
+    first_seen = np.full(stream.log.n_items, len(items), dtype=np.int64)
+    np.minimum.at(first_seen, items, np.arange(len(items)))
+    for name, drawn in (("negative", asked.negatives), ("hard negative", asked.hard)):
+        real = drawn[drawn != NO_CANDIDATE].numpy()
+        late = real[first_seen[real] >= end]
+        if len(late):
+            raise LeakError(
+                f"a {name} from the future: item {late[0]} is a candidate of slice {asked.slice_index} ({asked.part}) "
+                f"but is first seen at log position {first_seen[late[0]]}, after the part's end {end}"
+            )
+    met = set(zip(users[:end].tolist(), items[:end].tolist(), strict=True))
+    for user, row in zip(asked.users.tolist(), asked.negatives.tolist(), strict=True):
+        if any((user, item) in met for item in row if item != NO_CANDIDATE):
+            raise LeakError(
+                f"a positive among the negatives: user {user} has met one of its candidates by position {end}"
+            )
+
+
+def check_evidence(stream: SliceStream, slice_index: int, evidence: Evidence) -> None:
+    """Nothing in the state of slice `slice_index` comes from later than its train cut."""
+    bounds = stream.bounds[slice_index]
+    if evidence.slice_index > slice_index:
+        raise LeakError(
+            f"a state of a later slice: slice {slice_index} would be answered with prompts or weights of slice "
+            f"{evidence.slice_index}"
+        )
+    if evidence.newest_target is not None and evidence.newest_target >= bounds.train_end:
+        part = "validation" if evidence.newest_target < bounds.val_end else "test or later"
+        raise LeakError(
+            f"{part} events in training: a gradient came from log position {evidence.newest_target}, "
+            f"the train part of slice {slice_index} ends at {bounds.train_end}"
+        )
+    if evidence.item_rows is not None and evidence.item_rows > stream.n_train_items(slice_index):
+        raise LeakError(
+            f"an item row that exists too early: {evidence.item_rows} rows at slice {slice_index}, where only "
+            f"{stream.n_train_items(slice_index)} items have been seen up to the train cut"
+        )
+    if evidence.popularity is not None:
+        _check_popularity(stream, slice_index, evidence.popularity)
+
+
+def _check_popularity(stream: SliceStream, slice_index: int, counted: Tensor) -> None:
+    train = stream.log.items[slice(*stream.bounds[slice_index].part("train"))].long()
+    allowed = torch.bincount(train, minlength=len(counted))
+    if len(allowed) > len(counted):
+        counted = torch.nn.functional.pad(counted, (0, len(allowed) - len(counted)))
+    if not torch.equal(counted.cpu().long(), allowed):
+        extra = int(counted.sum()) - int(allowed.sum())
+        raise LeakError(
+            f"popularity counted outside the train part: {int(counted.sum())} events at slice {slice_index}, "
+            f"its train part has {int(allowed.sum())} ({extra:+d})"
+        )

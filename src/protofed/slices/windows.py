@@ -1,0 +1,138 @@
+"""Training examples: windows of a user's tokens with every target inside them learned at once."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from protofed.slices.histories import Histories, tokens_ending_at
+
+NO_TARGET = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """W windows of L tokens. Target p of a window is predicted from the hidden state at token place sources[w, p].
+
+    A source is the newest token strictly older than its target, so events of one instant never predict each other.
+    `newest` is the log position of each window's newest target: what the leak checker looks at.
+    """
+
+    users: Int[Tensor, " W"]
+    tokens: Int[Tensor, "W L"]
+    sources: Int[Tensor, "W P"]
+    targets: Int[Tensor, "W P"]  # NO_TARGET pads
+    newest: Int[Tensor, " W"]
+
+    def __len__(self) -> int:
+        return len(self.users)
+
+
+def training_windows(
+    past: Histories, positions: np.ndarray, *, length: int, stride: int, rng: np.random.Generator
+) -> Windows:
+    """Cover the targets at these log positions with windows of at most `stride` consecutive targets of one user.
+
+    Where a user's run of targets is cut is drawn anew at each call, so that epochs differ.
+    """
+    parts = []
+    while len(positions):
+        window, column, user, last, place_in_window = _cut(past, positions, length, stride, rng)
+        fits = place_in_window >= 0  # a source left of the window (a very crowded instant) waits for the next pass
+        parts.append(
+            _fill(past, positions[fits], window[fits], column[fits], place_in_window[fits], user, last, length)
+        )
+        positions = positions[~fits]
+    if not parts:
+        empty = torch.zeros(0, 1, dtype=torch.int64)
+        return Windows(empty[:, 0], torch.zeros(0, length, dtype=torch.int64), empty, empty, empty[:, 0])
+    return concatenate(parts)
+
+
+def _cut(
+    past: Histories, positions: np.ndarray, length: int, stride: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Per target its window, its column there and the token place of its source; per window its user and last token."""
+    order = np.argsort(past.place[positions], kind="stable")
+    users, sources = past.users[positions][order], past.before[positions][order]
+    new_user = np.ones(len(users), dtype=bool)
+    new_user[1:] = users[1:] != users[:-1]
+    first = np.maximum.accumulate(np.where(new_user, np.arange(len(users)), 0))
+    shift = rng.integers(0, stride, size=past.n_users)[users]
+    chunk = (np.arange(len(users)) - first + shift) // stride
+    new_window = new_user.copy()
+    new_window[1:] |= chunk[1:] != chunk[:-1]
+    window = np.cumsum(new_window) - 1
+    starts = np.flatnonzero(new_window)
+    column = np.arange(len(users)) - starts[window]
+    ends = np.append(starts[1:], len(users)) - 1
+    last = sources[ends]  # sources grow with time
+    place_in_window = length - 1 - (last[window] - sources)
+    unsort = np.empty_like(order)
+    unsort[order] = np.arange(len(order))
+    return window[unsort], column[unsort], users[starts].astype(np.int64), last, place_in_window[unsort]
+
+
+def _fill(
+    past: Histories,
+    positions: np.ndarray,
+    window: np.ndarray,
+    column: np.ndarray,
+    place: np.ndarray,
+    user: np.ndarray,
+    last: np.ndarray,
+    length: int,
+) -> Windows:
+    shape = (len(user), int(column.max()) + 1)
+    sources = np.zeros(shape, dtype=np.int64)
+    targets = np.full(shape, NO_TARGET, dtype=np.int64)
+    sources[window, column] = place
+    targets[window, column] = past.items[past.place[positions]]
+    newest = np.full(len(user), -1, dtype=np.int64)
+    np.maximum.at(newest, window, positions)
+    tensors = (torch.from_numpy(array) for array in (sources, targets, newest))
+    return Windows(torch.from_numpy(user), tokens_ending_at(past, user, last, length), *tensors)
+
+
+def concatenate(parts: list[Windows]) -> Windows:
+    """All windows of all parts, targets padded to the widest."""
+    width = max(part.targets.shape[1] for part in parts)
+
+    def padded(column: Tensor, value: int) -> Tensor:
+        return torch.nn.functional.pad(column, (0, width - column.shape[1]), value=value)
+
+    return Windows(
+        users=torch.cat([part.users for part in parts]),
+        tokens=torch.cat([part.tokens for part in parts]),
+        sources=torch.cat([padded(part.sources, 0) for part in parts]),
+        targets=torch.cat([padded(part.targets, NO_TARGET) for part in parts]),
+        newest=torch.cat([part.newest for part in parts]),
+    )
+
+
+def take(windows: Windows, index: Tensor) -> Windows:
+    """Some of the windows, targets trimmed to the widest left."""
+    targets = windows.targets[index]
+    width = max(1, int((targets != NO_TARGET).any(0).sum())) if len(index) else 1
+    return Windows(
+        windows.users[index],
+        windows.tokens[index],
+        windows.sources[index, :width],
+        targets[:, :width],
+        windows.newest[index],
+    )
+
+
+def batches(windows: Windows, size: int, rng: torch.Generator) -> Iterator[Windows]:
+    """The windows in a drawn order, `size` at a time."""
+    for index in torch.randperm(len(windows), generator=rng).split(size):
+        yield take(windows, index)
+
+
+def moved(windows: Windows, device: torch.device | str) -> Windows:
+    """The same windows on another device."""
+    columns = (windows.users, windows.tokens, windows.sources, windows.targets, windows.newest)
+    return Windows(*(column.to(device, non_blocking=True) for column in columns))

@@ -1,0 +1,130 @@
+"""The report in a real Chromium: it loads quietly, sorts, fits a phone and follows the reader's colours."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from protofed.report.page import build, write
+
+
+def load(path: Path) -> ModuleType:
+    """A helper module by its path; test folders are no packages."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+HERE = Path(__file__).parent
+browser = load(HERE / "chromium.py")
+run_folders = load(HERE.parent / "unit" / "report" / "run_folders.py")
+BINARY = browser.find_chromium()
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BINARY is None, reason="no Chromium is installed; `apt-get install chromium` brings one"),
+]
+
+N_SLICES = 8
+LEVELS = {"popularity": 0.24, "frozen": 0.55, "personal-memory": 0.71, "finetune-last": 0.63, "full-retrain": 0.70}
+HEADLINE = "document.querySelector('#toy-headline')"
+LABELS = f"Array.from({HEADLINE}.tBodies[0].rows, row => row.cells[0].firstChild.textContent)"
+
+
+def run_of(level: float, seed: int):  # type: ignore[no-untyped-def]
+    def value(tested: int, trained: int, candidates: str, subset: str, metric: str) -> float:
+        missed = 0.03 * max(tested - trained, 0) + 0.004 * max(trained - tested, 0)
+        kept = (level - 0.5 * missed + 0.003 * seed) * (0.2 if candidates == "full" else 1.0)
+        return kept * (0.7 if subset == "novel" else 1.0) * (1.3 if metric == "hr@10" else 1.0)
+
+    return value
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("report")
+    users = {f"user {n}": tuple(1 + (n + s) % 3 for s in range(N_SLICES + 1)) for n in range(12)}
+    for method, level in LEVELS.items():
+        for seed in (0, 1):
+            folder = root / "runs" / f"{method}-{seed}"
+            run_folders.write_run(folder, run_of(level, seed), method=method, seed=seed, users=users)
+    text, _ = build(root / "runs")
+    write(text, root / "report.html")
+    return root / "report.html"
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    with browser.chromium(BINARY, tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture
+def opened(tab, report: Path):  # type: ignore[no-untyped-def]
+    tab.resize(1280)
+    tab.open(report.as_uri())
+    return tab
+
+
+def test_the_page_loads_without_a_complaint_and_without_the_network(opened, report: Path) -> None:  # type: ignore[no-untyped-def]
+    assert opened.complaints() == []
+    assert [url for url in opened.requests() if not url.startswith("data:")] == [report.as_uri()]
+    assert opened.evaluate("document.title") == "ProtoFed report"
+
+
+def test_the_table_starts_with_the_best_row_and_a_click_turns_it_round(opened) -> None:  # type: ignore[no-untyped-def]
+    best_first = sorted(LEVELS, key=lambda method: -LEVELS[method])
+    assert opened.evaluate(LABELS) == best_first
+    heading = f"{HEADLINE}.querySelector('th[data-column=\"1\"]')"
+    assert opened.evaluate(f"{heading}.getAttribute('aria-sort')") == "descending"
+    opened.evaluate(f"{heading}.querySelector('button').click()")
+    assert opened.evaluate(LABELS) == best_first[::-1]
+    assert opened.evaluate(f"{heading}.getAttribute('aria-sort')") == "ascending"
+
+
+def test_a_heading_sorts_from_the_keyboard_and_only_one_says_so(opened) -> None:  # type: ignore[no-untyped-def]
+    opened.evaluate(f"{HEADLINE}.querySelector('th[data-column=\"0\"] button').focus()")
+    opened.press("Enter", 13, "\r")
+    assert opened.evaluate(LABELS) == sorted(LEVELS)
+    opened.press("Enter", 13, "\r")
+    assert opened.evaluate(LABELS) == sorted(LEVELS, reverse=True)
+    sorted_by = f"Array.from({HEADLINE}.querySelectorAll('[aria-sort]'), th => [th.dataset.column, th.ariaSort])"
+    assert opened.evaluate(sorted_by) == [["0", "descending"]]
+
+
+def test_unknown_numbers_stay_last_whichever_way_a_column_is_sorted(opened) -> None:  # type: ignore[no-untyped-def]
+    opened.evaluate(f"{HEADLINE}.tBodies[0].rows[2].cells[3].dataset.value = ''")
+    lost = opened.evaluate(LABELS)[2]
+    for _ in range(2):
+        opened.evaluate(f"{HEADLINE}.querySelector('th[data-column=\"3\"] button').click()")
+        assert opened.evaluate(LABELS)[-1] == lost
+
+
+@pytest.mark.parametrize("width", [320, 400, 768, 1280])
+def test_the_page_never_scrolls_sideways(opened, width: int) -> None:  # type: ignore[no-untyped-def]
+    opened.resize(width)
+    assert opened.evaluate("document.documentElement.scrollWidth") <= width
+    assert opened.evaluate("innerWidth") == width
+
+
+def test_a_wide_table_scrolls_in_its_own_box_on_a_phone(opened) -> None:  # type: ignore[no-untyped-def]
+    opened.resize(400)
+    box = f"{HEADLINE}.closest('.scroll')"
+    assert opened.evaluate(f"{box}.scrollWidth > {box}.clientWidth")
+    assert opened.evaluate(f"{box}.scrollLeft = 200, {box}.scrollLeft") == 200
+    assert opened.evaluate(f"{HEADLINE}.tBodies[0].rows[0].cells[0].getBoundingClientRect().left >= 0")
+
+
+def test_dark_readers_get_light_ink_in_text_and_in_figures(opened) -> None:  # type: ignore[no-untyped-def]
+    for scheme, paper_is_light in (("light", True), ("dark", False)):
+        opened.prefer(scheme)
+        shade = opened.evaluate("getComputedStyle(document.body).backgroundColor")
+        drawn = opened.evaluate("getComputedStyle(document.querySelector('svg.plot text')).fill")
+        paper, text = (sum(int(part) for part in rgb[4:-1].split(", ")) / 3 for rgb in (shade, drawn))
+        assert (paper > 200, text < 100) == (paper_is_light, paper_is_light)

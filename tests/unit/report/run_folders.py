@@ -1,0 +1,120 @@
+"""Run folders with known numbers, written as a run writes them."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+Users = Mapping[str, Sequence[int]]  # how many queries a user has in each slice 0..T
+Value = Callable[[int, int, str, str, str], float]  # (tested, trained, candidates, subset, metric)
+
+Cells = Sequence[tuple[int, int, str, str]]  # (trained, tested, candidates, subset)
+
+CANDIDATES = ("sampled", "full")
+SUBSETS = ("all", "novel")
+METRICS = ("ndcg@10", "hr@10")
+
+
+def write_run(
+    folder: Path,
+    value: Value,
+    *,
+    method: str = "frozen",
+    dataset: str = "toy",
+    seed: int = 0,
+    users: Users | None = None,
+    skill: Mapping[str, float] | None = None,
+    candidates: Sequence[str] = CANDIDATES,
+    subsets: Sequence[str] = SUBSETS,
+    settings: str = "",
+    ledger: Sequence[Mapping[str, Any]] = (),
+    environment: Mapping[str, Any] | None = None,
+    seconds: Mapping[str, float] | None = None,
+    per_user: bool = True,
+) -> Path:
+    """A finished run whose every user scores the slice's value, times the user's skill, on each of its queries."""
+    users = users or {"ann": (1, 2, 1), "bob": (1, 1, 2), "cleo": (2, 0, 1)}
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(config_text(dataset, method, seed, settings), encoding="utf-8")
+    n_slices = len(next(iter(users.values())))
+    cells = [(t, s, c, b) for t in range(n_slices) for s in range(n_slices) for c in candidates for b in subsets]
+    skill = {user: 1.0 for user in users} | dict(skill or {})
+    write_metrics(folder / "metrics.parquet", cells, value, users, skill)
+    if per_user:
+        write_per_user(folder / "per_user.parquet", cells, value, users, skill)
+    stages = seconds or {"warm-up": 3.0, "learn": 2.0, "evaluate": 1.0}
+    pq.write_table(
+        pa.table(
+            {"slice": pa.array([1] * len(stages), pa.int32()), "stage": list(stages), "seconds": [*stages.values()]}
+        ),
+        folder / "timing.parquet",
+    )
+    facts = environment or {"versions": {"torch": "2.13.0"}, "device": "cpu", "command": f"protofed run --seed {seed}"}
+    (folder / "environment.json").write_text(json.dumps(facts), encoding="utf-8")
+    (folder / "ledger.json").write_text(json.dumps(list(ledger)), encoding="utf-8")
+    return folder
+
+
+def config_text(dataset: str, method: str, seed: int, settings: str = "") -> str:
+    name = json.dumps(method)
+    return (
+        f'dataset = "{dataset}"\nmethod = {name}\npreset = "small"\nseed = {seed}\n{settings}\n[stream]\nn_slices = 2\n'
+    )
+
+
+def write_metrics(path: Path, cells: Cells, value: Value, users: Users, skill: Mapping[str, float]) -> None:
+    rows = []
+    for trained, tested, candidates, subset in cells:
+        n = sum(counts[tested] for counts in users.values())
+        n_users = sum(counts[tested] > 0 for counts in users.values())
+        for metric in METRICS:
+            level = sum(counts[tested] * skill[user] for user, counts in users.items()) / n if n else float("nan")
+            found = level * value(tested, trained, candidates, subset, metric)
+            for split in ("val", "test"):
+                shown = found if split == "test" else 0.99  # validation must never reach the page
+                rows.append((trained, tested, split, candidates, subset, metric, shown, n, n_users))
+    names = [
+        "slice_trained",
+        "slice_tested",
+        "split",
+        "candidates",
+        "subset",
+        "metric",
+        "value",
+        "n_queries",
+        "n_users",
+    ]
+    kinds = [pa.int32(), pa.int32(), *[pa.string()] * 4, pa.float64(), pa.int64(), pa.int64()]
+    _write(path, names, kinds, rows)
+
+
+def write_per_user(path: Path, cells: Cells, value: Value, users: Users, skill: Mapping[str, float]) -> None:
+    last = max(cell[0] for cell in cells)
+    rows = [
+        (
+            user,
+            trained,
+            tested,
+            candidates,
+            subset,
+            counts[tested],
+            counts[tested] * skill[user] * value(tested, trained, candidates, subset, "ndcg@10"),
+            counts[tested] * skill[user] * value(tested, trained, candidates, subset, "hr@10"),
+        )
+        for trained, tested, candidates, subset in cells
+        if trained in (tested, last)
+        for user, counts in users.items()
+        if counts[tested]
+    ]
+    names = ["user", "slice_trained", "slice_tested", "candidates", "subset", "n", "ndcg10_sum", "hr10_sum"]
+    kinds = [pa.string(), pa.int32(), pa.int32(), pa.string(), pa.string(), pa.int64(), pa.float64(), pa.float64()]
+    _write(path, names, kinds, rows)
+
+
+def _write(path: Path, names: list[str], kinds: list[pa.DataType], rows: Sequence[Sequence[object]]) -> None:
+    columns = list(zip(*rows, strict=True))
+    arrays = [pa.array(column, kind) for column, kind in zip(columns, kinds, strict=True)]
+    pq.write_table(pa.table(dict(zip(names, arrays, strict=True))), path)

@@ -1,0 +1,148 @@
+"""The page is one file, the same for the same runs, and safe whatever the runs are called."""
+
+import html
+import json
+import re
+import urllib.parse
+from pathlib import Path
+
+import numpy as np
+import pytest
+from run_folders import config_text, write_run
+
+from protofed.errors import MissingExtra, ProtoFedError
+from protofed.report import page, svg
+
+MATRIX = np.array([[0.50, 0.46, 0.40], [0.30, 0.60, 0.55], [0.20, 0.35, 0.70]])
+
+
+def value(tested: int, trained: int, candidates: str, subset: str, metric: str) -> float:
+    return float(MATRIX[tested, trained] * (0.1 if candidates == "full" else 1) * (1.4 if metric == "hr@10" else 1))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    for seed in (0, 1):
+        write_run(root / f"frozen-{seed}", value, seed=seed)
+        write_run(root / f"sp-{seed}", value, method="protofed-sp", seed=seed, ledger=[{"noise_multiplier": 1.128}] * 3)
+    (root / "waiting").mkdir()
+    (root / "waiting" / "config.toml").write_text(config_text("toy", "ewc", 0))
+    return root
+
+
+@pytest.fixture(scope="module")
+def built(runs: Path) -> str:
+    return page.build(runs)[0]
+
+
+def test_the_same_runs_give_the_same_bytes(runs: Path, built: str) -> None:
+    assert page.build(runs)[0] == built
+
+
+def test_the_page_names_nothing_outside_itself(built: str) -> None:
+    links = re.findall(r'(?:src|href)="([^"]*)"', built)
+    assert links
+    assert all(link.startswith(("#", "data:")) for link in links)
+    assert "@import" not in built
+    assert not re.search(r"url\((?!#)", built)
+
+
+def test_ids_are_unique_and_every_reference_has_its_target(built: str) -> None:
+    ids = re.findall(r'\bid="([^"]*)"', built)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:href="|url\()#([^")]*)', built)) <= set(ids)
+
+
+def test_figures_keep_their_text_and_take_the_colours_of_the_page(built: str) -> None:
+    plots = re.findall(r'<svg class="plot".*?</svg>', built, flags=re.DOTALL)
+    assert len(plots) == 2 + 2  # two over the slices, one heat map for each row
+    assert all("<text" in plot and "font-family" not in plot and "currentColor" in plot for plot in plots)
+    assert not any(colour in built for colour in svg.CSS_COLOURS)
+    assert any(">.60</text>" in plot for plot in plots)
+
+
+def test_links_hold_the_data_of_their_figure(built: str) -> None:
+    (link,) = re.findall(r'download="toy-heat-0.csv" href="data:text/csv;charset=utf-8,([^"]*)"', built)
+    rows = urllib.parse.unquote(html.unescape(link)).splitlines()
+    assert rows[0] == "slice_tested,slice_trained,ndcg@10"
+    assert rows[1 + 3 * 1 + 2] == "1,2,0.55"
+
+
+def test_a_hostile_name_is_text_and_nothing_else(tmp_path: Path) -> None:
+    name = "<script>alert('x')</script>&\"\\1"
+    write_run(tmp_path / "run", value, method=name, environment={"device": "<b>bold</b>", "command": "a <i>b</i>"})
+    text, _ = page.build(tmp_path)
+    assert "<script>alert" not in text
+    assert "<b>bold" not in text
+    assert "<i>b</i>" not in text
+    assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;&amp;&#34;\\1" in text
+
+
+def test_releases_bring_the_privacy_card_with_its_claim(built: str, tmp_path: Path) -> None:
+    assert "joint user-level differential privacy" in built
+    assert "3 × noise_multiplier 1.128" in built
+    write_run(tmp_path / "run", value)
+    without, _ = page.build(tmp_path)
+    assert "joint user-level differential privacy" not in without
+    assert "No ledgered releases in these runs; non-private methods carry no privacy claim." in without
+
+
+def test_unfinished_runs_are_listed_and_not_counted(built: str) -> None:
+    assert re.search(r"4 finished runs,\s*1 unfinished", built)
+    assert "<code>waiting</code> (toy, ewc, seed 0)" in built
+
+
+def test_the_config_is_shown_verbatim(built: str, runs: Path) -> None:
+    assert html.escape((runs / "frozen-0" / "config.toml").read_text(), quote=True).replace("&quot;", "&#34;") in built
+
+
+def test_the_summary_holds_the_numbers_of_the_table(runs: Path) -> None:
+    _, numbers = page.build(runs)
+    (section,) = numbers["sections"]
+    frozen, sp = section["rows"]
+    assert (frozen["label"], frozen["trivial"], frozen["seeds"]) == ("frozen", True, [0, 1])
+    assert (sp["label"], sp["trivial"]) == ("protofed-sp", False)
+    assert frozen["ndcg@10/sampled/all"]["mean"] == pytest.approx(0.65)
+    assert frozen["AF"] == {"mean": 0.075, "std": 0.0, "ci95": [None, None]}
+    assert numbers["unfinished"] == ["waiting"]
+    json.dumps(numbers, allow_nan=False)
+
+
+def test_writing_replaces_the_page_and_leaves_nothing_else(tmp_path: Path) -> None:
+    out = tmp_path / "report.html"
+    out.write_text("old")
+    page.write("new", out)
+    assert out.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_failed_write_keeps_the_old_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "report.html"
+    out.write_text("old")
+
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(page.os, "replace", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        page.write("new", out)
+    assert out.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize(("name", "said"), [("runs", "must end in .html"), ("no/r.html", "no folder"), (".html", "")])
+def test_a_place_where_no_page_belongs_is_refused(tmp_path: Path, name: str, said: str) -> None:
+    (tmp_path / "x.html").mkdir()
+    out = tmp_path / (name if said else "x.html")
+    with pytest.raises(ProtoFedError, match=said or "is a folder"):
+        page.write("new", out)
+
+
+@pytest.mark.parametrize("library", ["matplotlib", "jinja2"])
+def test_a_missing_library_is_one_line_with_its_extra(
+    runs: Path, library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, library, None)
+    with pytest.raises(MissingExtra, match=rf"{library} is not installed; run `pip install 'protofed\[report\]'`"):
+        page.build(runs)

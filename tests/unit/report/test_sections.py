@@ -1,0 +1,66 @@
+"""Runs are compared only where they answered the same queries, and named by what tells them apart."""
+
+from pathlib import Path
+
+from run_folders import write_run
+
+from protofed.report.runs import find_runs
+from protofed.report.sections import Section, distinct_labels, group, slug
+
+
+def flat(*_: object) -> float:
+    return 0.5
+
+
+def sections(root: Path) -> tuple[Section, ...]:
+    return group(find_runs(root)[0])
+
+
+def test_seeds_of_the_same_settings_share_a_row(tmp_path: Path) -> None:
+    for seed in (2, 0, 1):
+        write_run(tmp_path / f"s{seed}", flat, seed=seed)
+    ((row,),) = [section.rows for section in sections(tmp_path)]
+    assert row.seeds == (0, 1, 2)
+
+
+def test_rows_of_one_method_are_told_apart_by_the_settings_that_differ(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", flat, method="ewc", settings="strength = 1.0")
+    write_run(tmp_path / "b", flat, method="ewc", settings="strength = 2.0")
+    write_run(tmp_path / "c", flat, method="ewc", settings='variant = "peft"\nstrength = 1.0')
+    write_run(tmp_path / "d", flat, method="frozen")
+    (section,) = sections(tmp_path)
+    assert [row.label for row in section.rows] == ["ewc (peft)", "ewc, strength=1.0", "ewc, strength=2.0", "frozen"]
+
+
+def test_another_stream_or_another_cohort_is_another_section(tmp_path: Path) -> None:
+    write_run(tmp_path / "all", flat)
+    write_run(tmp_path / "few", flat, settings="clients = 100")
+    write_run(tmp_path / "elsewhere", flat, dataset="other")
+    titles = [section.title for section in sections(tmp_path)]
+    assert titles == ["other", "toy, clients=100", "toy, clients=None"]
+
+
+def test_a_copy_of_a_run_is_left_out_and_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", flat)
+    write_run(tmp_path / "b", flat)
+    (section,) = sections(tmp_path)
+    assert [run.folder for run in section.rows[0].runs] == ["a"]
+    assert section.duplicates == ("b",)
+
+
+def test_a_run_that_ends_before_the_others_of_its_stream_is_left_out_and_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", flat, users={"ann": (1, 1, 1)})
+    write_run(tmp_path / "b", flat, method="ewc", users={"ann": (1, 1)})
+    (section,) = sections(tmp_path)
+    assert [row.label for row in section.rows] == ["frozen"]
+    assert section.cut_short == ("b",)
+
+
+def test_settings_that_all_rivals_share_are_not_in_a_label() -> None:
+    settings = [{"x": 1, "y": 1}, {"x": 1, "y": 2}, {"x": 9, "y": 9}]
+    assert distinct_labels(["m", "m", "n"], settings) == ["m, y=1", "m, y=2", "n"]
+
+
+def test_a_slug_is_safe_in_ids_and_file_names() -> None:
+    assert slug('Toy "data" / 1<k>') == "toy-data-1-k"
+    assert slug("…") == "unnamed"
