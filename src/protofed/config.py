@@ -34,7 +34,7 @@ class BackboneConfig:
     width: int = 64  # d
     layers: int = 2
     heads: int = 4
-    ffn_width: int = 4  # inner width of a block's feed-forward part, in multiples of d
+    ffn_width: int = 1  # inner width of a block's feed-forward part, in multiples of d
     history_length: int = 50  # L: how many recent tokens it reads
     dropout: float = 0.5  # chosen on the base block's validation part; 0.2 over-fits (docs/results.md)
     prompt_length: int = 8  # L_p: soft-prompt tokens of the prompt-aware warm-up
@@ -64,7 +64,7 @@ class ScoringConfig:
 
     popularity_prior: float = 0.0  # w of w * log(1 + train count of the slice); 0.5 where it is on
     personal_memory: float = 0.0  # w of w * log(1 + 10 * sum of 0.5^(age / half-life)); 2 where it is on
-    memory_half_life_days: float = 30.0
+    memory_half_life_days: float = 30.0  # an event this old counts half
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +140,17 @@ def to_toml(config: RunConfig) -> str:
 
 
 def _toml(value: object) -> str:
-    return json.dumps(value) if isinstance(value, str | bool | int) else repr(value)
+    if isinstance(value, str):  # JSON's surrogate pairs are no TOML, and TOML alone forbids a bare DEL
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value) if isinstance(value, bool | int) else repr(value)
 
 
 def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    """Dotted keys; an empty table stays a value, so that an unknown one is noticed."""
     flat: dict[str, object] = {}
     for key, value in table.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        inside = isinstance(value, dict) and bool(value)
+        flat |= _flatten(value, f"{prefix}{key}.") if inside else {f"{prefix}{key}": value}
     return flat
 
 
@@ -165,6 +169,8 @@ def _set(config: T, path: list[str], value: object, key: str) -> T:
         if not dataclasses.is_dataclass(old):
             raise ConfigError(f"config key {key!r}: {path[0]!r} is a single value, it has no part {path[1]!r}")
         return replace(typing.cast(Any, config), **{path[0]: _set(old, path[1:], value, key)})  # type: ignore[no-any-return]
+    if value == {} and dataclasses.is_dataclass(old):
+        return config
     hint_type = typing.get_type_hints(type(config))[path[0]]
     return replace(typing.cast(Any, config), **{path[0]: _checked(key, value, hint_type)})  # type: ignore[no-any-return]
 

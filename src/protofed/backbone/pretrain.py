@@ -1,23 +1,25 @@
 """The warm-up: the backbone learns the base block once; every method of the same data, preset and seed shares it."""
 
+import contextlib
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from protofed.backbone.sasrec import SASRec
+from protofed.backbone.sasrec import SASRec, at_rest
 from protofed.backbone.training import Fit, PlainDescent, Task, train
 from protofed.config import RunConfig
+from protofed.errors import RunFolderError
 from protofed.files import written_atomically
 from protofed.progress import Progress, silent
 from protofed.seeds import stream
 from protofed.slices.stream import SliceStream, TimeSlice
 
-RECIPE = 1  # raise when the warm-up's mathematics changes, so that no old cache is taken for a new one
+RECIPE = 2  # raise when the warm-up's mathematics changes, so that no old cache is taken for a new one
 
 
 def warm_up(
@@ -34,12 +36,15 @@ def warm_up(
 def content_key(config: RunConfig, data: SliceStream, device: torch.device) -> str:
     """A name for the warm-up that changes with anything that could change its weights."""
     digest = hashlib.sha256()
-    settings = [asdict(part) for part in (config.stream, config.backbone, config.training)]
+    base_only = replace(config.training, slice_learning_rate=0.0, slice_epochs=0)  # these act after the warm-up
+    settings = [asdict(part) for part in (config.backbone, base_only)]
     digest.update(json.dumps([RECIPE, settings, config.seed, device.type, torch.__version__], sort_keys=True).encode())
     until = data.bounds[0].val_end
     for column in (data.log.users, data.log.items, data.log.times):
         digest.update(column[:until].numpy().tobytes())
-    digest.update(json.dumps([asdict(bounds) for bounds in data.bounds[:1]]).encode())
+    asked = data.query_set(0, "val")
+    digest.update(asked.negatives.numpy().tobytes())
+    digest.update(json.dumps([asdict(data.bounds[0]), data.config.row_order_history]).encode())
     return digest.hexdigest()[:32]
 
 
@@ -48,10 +53,10 @@ def cached_warm_up(
 ) -> tuple[SASRec, Fit]:
     """The warm-up from the cache folder, or trained now and put there."""
     path = cache / f"warm-up-{content_key(config, data, device)}.safetensors"
-    base = data.slice_(0)
-    if path.is_file():
-        return load_backbone(path, config, device)
-    model, fit = warm_up(config, base, device=device, progress=progress)
+    with contextlib.suppress(RunFolderError):  # a damaged file is replaced
+        if path.is_file():
+            return load_backbone(path, config, device)
+    model, fit = warm_up(config, data.slice_(0), device=device, progress=progress)
     save_backbone(path, model, fit)
     return model, fit
 
@@ -65,10 +70,17 @@ def save_backbone(path: Path, model: SASRec, fit: Fit) -> None:
 
 
 def load_backbone(path: Path, config: RunConfig, device: torch.device) -> tuple[SASRec, Fit]:
-    """What `save_backbone` wrote."""
-    with safe_open(path, framework="pt") as file:
-        weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        fit = json.loads(file.metadata()["fit"])
-    model = SASRec(config.backbone, len(weights["items"]), stream(config.seed, "backbone"))
-    model.load_state_dict(weights)
-    return model.to(device).eval(), Fit(tuple(fit["trace"]), fit["steps_per_epoch"], fit["newest_target"])
+    """What `save_backbone` wrote; a file that is not whole is an error."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            fit = json.loads(file.metadata()["fit"])
+        model = SASRec(config.backbone, len(weights["items"]), stream(config.seed, "backbone"))
+        model.load_state_dict(weights)
+        how = Fit(tuple(fit["trace"]), fit["steps_per_epoch"], fit["newest_target"])
+    except Exception as problem:
+        reason = str(problem).splitlines()[0]
+        raise RunFolderError(
+            f"{path} cannot be read ({reason}); delete it, and the backbone warms up again"
+        ) from problem
+    return at_rest(model.to(device)), how

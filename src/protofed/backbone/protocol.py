@@ -1,11 +1,12 @@
 """What the rest of ProtoFed needs of a sequential recommender."""
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
 
 
+@runtime_checkable
 class Backbone(Protocol):
     """A frozen or trainable f_theta: tokens in, hidden states out, scores by inner product with item rows."""
 

@@ -94,10 +94,13 @@ class SASRec(nn.Module):
         """Recompute the row that stands for items without one; call after training."""
         self.mean_row = self.items.detach()[self.has_row].mean(0)
 
+    def knows(self, items: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+        """Which items have a row of their own."""
+        return (items >= 0) & (items < self.n_rows) & self.has_row[items.clamp(0, self.n_rows - 1)]
+
     def embed(self, items: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape d"]:
         inside = items.clamp(0, self.n_rows - 1)
-        known = (items >= 0) & (items < self.n_rows) & self.has_row[inside]
-        return torch.where(known[..., None], F.embedding(inside, self.items), self.mean_row)
+        return torch.where(self.knows(items)[..., None], F.embedding(inside, self.items), self.mean_row)
 
     def token_inputs(self, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B L d"]:
         """Input vectors of history tokens: item row or BOS, scaled, plus the position counted from the right end."""
@@ -121,7 +124,9 @@ class SASRec(nn.Module):
         return self.norm(x[:, -1])  # type: ignore[no-any-return]
 
     def scores(self, hidden: Float[Tensor, "B d"], n_items: int) -> Float[Tensor, "B I"]:
-        return hidden @ self.rows(n_items).T
+        known = self.knows(torch.arange(n_items, device=self.items.device))
+        # A matrix product rounds some columns differently, and items that share the mean row have to tie.
+        return torch.where(known, hidden @ self.rows(n_items).T, (hidden @ self.mean_row)[:, None])
 
     def rows(self, n_items: int) -> Float[Tensor, "I d"]:
         """The row each of items 0 .. n_items - 1 is scored with."""
@@ -149,4 +154,13 @@ def grown(model: SASRec, n_rows: int) -> SASRec:
         else:
             state[name] = tensor.clone()
     bigger.load_state_dict(state)
-    return bigger
+    return at_rest(bigger).train(model.training)
+
+
+def at_rest(model: SASRec) -> SASRec:
+    """The model itself, ready to score: no dropout, no gradients.
+
+    PyTorch takes another path through some products where a weight requires a gradient, and it rounds differently; a
+    model must score the same bits whether it was just trained or comes from a file.
+    """
+    return model.requires_grad_(False).eval()

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -12,21 +12,23 @@ from torch import Generator, Tensor, nn
 
 from protofed.backbone.injection import rescale_like
 from protofed.backbone.losses import LOSSES, draw_negatives, window_losses
-from protofed.backbone.sasrec import SASRec
+from protofed.backbone.sasrec import SASRec, at_rest
 from protofed.config import TrainingConfig
 from protofed.evaluation.ranking import ndcg, rank_of_positive
 from protofed.progress import Progress, silent
 from protofed.seeds import numpy_stream, seeded, stream
 from protofed.slices.candidates import NO_CANDIDATE
+from protofed.slices.histories import leading_padding
 from protofed.slices.stream import TimeSlice
-from protofed.slices.windows import Windows, batches, moved, training_windows
+from protofed.slices.windows import Windows, batches, moved, training_windows, trimmed
 
 WindowLosses = Callable[[Windows], tuple[Float[Tensor, " W"], Int[Tensor, " W"]]]
 ParameterGroups = list[dict[str, Any]]  # as PyTorch's optimisers take them
 Trainable = Callable[[SASRec], ParameterGroups]
-VALIDATION_CHUNK = 1024
+VALIDATION_CHUNK = 512
 
 
+@runtime_checkable
 class Descend(Protocol):
     """Turns per-user losses into one update of the parameters: the plain one below, or a differentially private one."""
 
@@ -111,7 +113,7 @@ def train(
         if epoch + 1 - best_of(trace) >= config.patience:
             break
     model.load_state_dict(weights)
-    return model, Fit(tuple(trace), steps, newest)
+    return at_rest(model), Fit(tuple(trace), steps, newest)
 
 
 def epoch_windows(model: SASRec, task: Task, config: TrainingConfig, seed: int, epoch: int) -> Windows:
@@ -148,7 +150,7 @@ def run_epoch(
             def losses(batch: Windows, n: Tensor = negatives, p: Tensor | None = prompt) -> tuple[Tensor, Tensor]:
                 return window_losses(model, batch, n, LOSSES[config.loss], p)
 
-            descend(losses, moved(batch, device), optimiser)
+            descend(losses, moved(trimmed(batch), device), optimiser)
             steps += 1
     model.eval()
     return steps
@@ -171,13 +173,14 @@ def validation_ndcg(model: SASRec, slice_: TimeSlice) -> float:
     model.eval()
     asked, device = slice_.validation, model.items.device
     values = []
-    for chunk in np.array_split(np.arange(len(asked)), max(1, -(-len(asked) // VALIDATION_CHUNK))):
-        if not len(chunk):
-            return float("nan")
-        tokens = slice_.queries(chunk, model.config.history_length).tokens.to(device)
+    by_length = np.argsort(slice_.past.before[asked.positions], kind="stable")  # short histories need short inputs
+    for start in range(0, len(asked), VALIDATION_CHUNK):
+        chunk = by_length[start : start + VALIDATION_CHUNK]
+        tokens = slice_.queries(chunk, model.config.history_length).tokens
+        tokens = tokens[:, leading_padding(tokens) :].to(device)
         candidates = torch.cat([asked.positives[chunk, None], asked.negatives[chunk]], dim=1).to(device)
         scores = torch.einsum("bd,bid->bi", model.last_hidden(tokens), model.embed(candidates))
         first = torch.zeros(len(chunk), dtype=torch.int64, device=device)
         ranks = rank_of_positive(scores, first, candidates != NO_CANDIDATE)
         values.append(ndcg(ranks, 10).cpu())
-    return float(torch.cat(values).double().mean())
+    return float(torch.cat(values).mean()) if values else float("nan")

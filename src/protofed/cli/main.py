@@ -6,6 +6,7 @@ import sys
 import typer
 
 from protofed.cli import data as data_commands
+from protofed.cli.demo import demo
 from protofed.cli.report import report
 from protofed.cli.run import run
 from protofed.errors import ProtoFedError
@@ -19,6 +20,7 @@ app = typer.Typer(
 app.add_typer(data_commands.app, name="data", help="List, prepare and measure interaction logs.")
 app.command()(run)
 app.command()(report)
+app.command()(demo)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ def shown(console: Console) -> Iterator[Progress]:
     with Bars(*columns, TextColumn("{task.fields[note]}"), console=console, transient=True) as bars:
         known: dict[str, TaskID] = {}
 
-        def report(task: str, done: float, total: float | None, note: str = "") -> None:
+        def report(task: str, done: int | float, total: int | float | None, note: str = "") -> None:
             if task not in known:
                 known[task] = bars.add_task(task, total=total, note=note)
             bars.update(known[task], completed=done, total=total, note=note)
@@ -31,7 +31,7 @@ def shown(console: Console) -> Iterator[Progress]:
 
 
 def _plain(console: Console) -> Progress:
-    def report(task: str, done: float, total: float | None, note: str = "") -> None:
+    def report(task: str, done: int | float, total: int | float | None, note: str = "") -> None:
         if task == "run":
             console.print(f"{note} ({done:.0f} of {total:.0f})" if total else note, highlight=False)
 

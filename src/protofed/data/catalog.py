@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protofed.data.interactions import InteractionLog
-from protofed.errors import DatasetNotFound
+from protofed.errors import DatasetNotFound, MissingExtra
 from protofed.progress import Progress
 
 Load = Callable[[Path, Progress], InteractionLog]
@@ -112,17 +112,20 @@ def dataset(name: str) -> Dataset:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`, did you mean ...?` with the nearest known name, or the known names where none is near."""
+    """`(did you mean ...?)` with the nearest known name, or the known names where none is near."""
     names = sorted(known)
     alike = {known_name.lower().replace("_", "-"): known_name for known_name in names}
     near = difflib.get_close_matches(name.lower().replace("_", "-"), alike, n=1, cutoff=0.5)
     if near:
-        return f", did you mean {alike[near[0]]!r}?"
+        return f" (did you mean {alike[near[0]]!r}?)"
     return f" among {', '.join(names)}" if names else ""
 
 
 def loader(known: Dataset) -> Load:
     """The function that reads the official files."""
     module, function = known.loader.split(":")
-    load: Load = getattr(importlib.import_module(f"protofed.data.datasets.{module}"), function)
+    try:
+        load: Load = getattr(importlib.import_module(f"protofed.data.datasets.{module}"), function)
+    except ModuleNotFoundError as missing:
+        raise MissingExtra(missing.name or "polars", "core") from missing
     return load

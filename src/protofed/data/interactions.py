@@ -97,7 +97,7 @@ def first_appearance(codes: np.ndarray, n_codes: int) -> tuple[np.ndarray, np.nd
     old_of_new = codes[np.sort(first[first < len(codes)])]
     new_of_old = np.empty(n_codes, dtype=np.int32)
     new_of_old[old_of_new] = np.arange(len(old_of_new), dtype=np.int32)
-    return new_of_old[codes], old_of_new
+    return np.take(new_of_old, codes, mode="clip"), old_of_new  # unchecked: faster
 
 
 def integer_codes(values: np.ndarray) -> tuple[np.ndarray, pa.Array]:

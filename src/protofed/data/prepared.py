@@ -58,7 +58,7 @@ def save_log(
     file = folder / LOG_FILE
     if file.is_file() and not overwrite and not _same(log, _log_of(name, _read(file), file)):
         raise DataError(
-            f"{file}: holds another log than the one to be written; pass --overwrite or choose another name"
+            f"{file}: holds another log than the one to be written; pass --overwrite, or another name by --as"
         )
     note = json.dumps(dict(source), indent=2, sort_keys=True) + "\n"
     folder.mkdir(parents=True, exist_ok=True)

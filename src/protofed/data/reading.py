@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
@@ -36,17 +36,19 @@ logger = logging.getLogger(__name__)
 BLOCK_BYTES = 16 << 20
 HEAD_BYTES = 1 << 20  # no line of any format is this long
 EARLIEST_MILLISECONDS = 10**11  # 1973; as seconds it would be the year 5138
+MOST_EVENTS = 100  # their codes have one byte
 PACKED = ("", ".gz", ".zip")
 EXTRA = "beyond the last column"
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars", " ": "spaces"}
 Shape = Callable[[pl.DataFrame], pl.DataFrame]
+Kind = Any  # a polars data type; their metaclass is one that run-time checkers of annotations refuse
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The columns of a delimited file: in file order where it has no header, else found by name."""
 
-    columns: Mapping[str, type[pl.DataType]]
+    columns: Mapping[str, Kind]
     header: bool
     separator: str = ","
     quote: str | None = None
@@ -105,7 +107,7 @@ def opened(path: Path, member: Sequence[str] = ()) -> Iterator[tuple[IO[bytes], 
         with path.open("rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
-            stream = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if packed else raw  # type: ignore[type-var, assignment]
+            stream = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if packed else raw
             yield stream, raw.tell, path.stat().st_size
     except (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile) as broken:
         raise DataError(f"{path}: the archive must be whole, found {broken}; download it again") from broken
@@ -142,7 +144,7 @@ def blocks(
     with opened(path, member) as (stream, done, total):
         while block := stream.read(block_bytes):
             yield block + stream.readline()
-            progress(f"reading {path.name}", done(), total)
+            progress(f"reading {path.name}", float(done()), float(total))
 
 
 def check_first_lines(path: Path, lines: Sequence[str], layout: Layout) -> list[str]:
@@ -215,7 +217,7 @@ def table(
 
 
 def json_lines(
-    path: Path, schema: Mapping[str, type[pl.DataType]], tally: Tally, progress: Progress = silent
+    path: Path, schema: Mapping[str, Kind], tally: Tally, progress: Progress = silent
 ) -> Iterator[pl.DataFrame]:
     """The well-formed objects of a JSON-lines file, block by block; the others are counted."""
     first = head(path)[0]
@@ -243,16 +245,20 @@ def _mended(block: bytes) -> bytes:
 
 def well_formed(frame: pl.DataFrame, required: Sequence[str], tally: Tally) -> pl.DataFrame:
     """The rows that have every required value and nothing beyond the last column."""
+    surplus = EXTRA in frame.columns and frame[EXTRA].null_count() < len(frame)
+    if not surplus and not any(frame[name].null_count() for name in required):  # nearly every block
+        tally.rows += len(frame)
+        return frame.drop(EXTRA, strict=False)
     good = pl.all_horizontal(*(pl.col(name).is_not_null() for name in required))
     if EXTRA in frame.columns:
         good &= pl.col(EXTRA).is_null()
     mask = frame.select(good.alias("good"))["good"]
     bad = len(mask) - int(mask.sum())
-    if bad and not tally.malformed:
+    if not tally.malformed:
         tally.first_malformed = tally.rows + int((~mask).arg_max() or 0) + 1
     tally.rows += len(frame)
     tally.malformed += bad
-    return (frame.filter(mask) if bad else frame).drop(EXTRA, strict=False)
+    return frame.filter(mask).drop(EXTRA, strict=False)
 
 
 def utc_seconds(column: str) -> pl.Expr:
@@ -275,7 +281,7 @@ def milliseconds(frame: pl.DataFrame, file: Path) -> pl.DataFrame:
 class Pieces:
     """The columns of a log while its blocks arrive, identifiers already small."""
 
-    strings: dict[str, pl.DataType] = field(default_factory=dict)  # the categories of each column of string identifiers
+    strings: dict[str, pl.Series] = field(default_factory=dict)  # empty; polars forgets categories that no series has
     columns: dict[str, list[np.ndarray]] = field(default_factory=dict)
     events: list[str] = field(default_factory=list)
 
@@ -287,16 +293,24 @@ class Pieces:
         if name == "event":
             return self._event_codes(column)
         if column.dtype == pl.String:
-            kind = self.strings.setdefault(name, pl.Categorical(pl.Categories.random()))
-            return column.cast(kind).to_physical().to_numpy()
+            if name not in self.strings:
+                self.strings[name] = pl.Series([], dtype=pl.Categorical(pl.Categories.random()))
+            return column.cast(self.strings[name].dtype).to_physical().to_numpy()
         values = column.to_numpy()
         if name in ("user", "item") and values.min() >= -(2**31) and values.max() < 2**31:
             return values.astype(np.int32)
         return values.copy()  # the frame behind a view would live on
 
     def _event_codes(self, column: pl.Series) -> np.ndarray:
-        self.events += [event for event in column.unique(maintain_order=True) if event not in self.events]
-        return column.cast(pl.Enum(self.events)).to_physical().to_numpy().astype(np.int8)
+        coded = column.cast(pl.Enum(self.events), strict=False)
+        if coded.null_count():
+            self.events += [event for event in column.unique(maintain_order=True) if event not in self.events]
+            if len(self.events) > MOST_EVENTS:
+                raise DataError(
+                    f"at most {MOST_EVENTS} different events belong in a log, found {self.events[:3]} and more"
+                )
+            coded = column.cast(pl.Enum(self.events))
+        return coded.to_physical().to_numpy().astype(np.int8)
 
     def taken(self, name: str) -> np.ndarray | None:
         """The whole column; its pieces are let go, since both together would not fit."""
@@ -305,8 +319,8 @@ class Pieces:
 
     def codes(self, name: str, values: np.ndarray) -> tuple[np.ndarray, pa.Array]:
         if name in self.strings:
-            ids = self.strings[name].categories.to_series().to_arrow()  # type: ignore[attr-defined]
-            return values, ids.cast(pa.large_string())
+            known: Kind = self.strings[name].dtype
+            return values, known.categories.to_series().to_arrow().cast(pa.large_string())
         return integer_codes(values)
 
 
@@ -325,7 +339,7 @@ def gather(name: str, frames: Iterator[pl.DataFrame], shape: Shape, tally: Tally
 
     def sorted_(column: str) -> np.ndarray | None:
         values = pieces.taken(column)
-        return values if values is None or order is None else values[order]
+        return values if values is None or order is None else np.take(values, order, mode="clip")  # unchecked: faster
 
     with ThreadPoolExecutor(2) as both:
         users, items, ratings, events = both.map(sorted_, ("user", "item", "rating", "event"))

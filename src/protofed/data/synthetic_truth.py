@@ -244,7 +244,7 @@ def oracle_scores(
     less what goes to items that nobody ever met.
     """
     users, config = users.long(), world.truth.config
-    rows, seen = _past(world, users, times)  # the row of event g back is rows[start - g]
+    rows, seen = _past(world, users, times)  # a past is rows[starts : starts + counts]
     last = rows[(seen.starts + seen.counts - 1).clamp(min=0)]
     going_on = (seen.counts > 0) & (times - world.log.times[last] <= config.session_gap)
     noise = alive_logits(world.truth.items, times).softmax(-1)

@@ -50,8 +50,8 @@ def bootstrap_interval(
     table: PerUser, rng: np.random.Generator, *, draws: int = DRAWS, level: float = LEVEL
 ) -> Interval:
     """The mean and its percentile interval when users, with all their queries, are drawn again with replacement."""
-    (means,) = _bootstrap_means([table], rng, draws)
-    return Interval(_mean(table), *_percentiles(means, level))
+    (means,) = bootstrap_means([table], rng, draws)
+    return Interval(mean_over_slices(table), *percentile_interval(means, level))
 
 
 def bootstrap_difference(
@@ -64,11 +64,11 @@ def bootstrap_difference(
             f"found tables of shapes {a.counts.shape} and {b.counts.shape} with {a.counts.sum()} and {b.counts.sum()} "
             "queries; join them on (user, slice) first"
         )
-    means_a, means_b = _bootstrap_means([a, b], rng, draws)
+    means_a, means_b = bootstrap_means([a, b], rng, draws)
     gaps = means_a - means_b
     one_sided = min((gaps <= 0).sum(), (gaps >= 0).sum())
     p_value = min(1.0, 2 * (1 + float(one_sided)) / (1 + len(gaps)))
-    return Difference(_mean(a) - _mean(b), *_percentiles(gaps, level), p_value)
+    return Difference(mean_over_slices(a) - mean_over_slices(b), *percentile_interval(gaps, level), p_value)
 
 
 def mean_and_std(values: Float[np.ndarray, " R"]) -> tuple[float, float]:
@@ -76,7 +76,7 @@ def mean_and_std(values: Float[np.ndarray, " R"]) -> tuple[float, float]:
     return float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else float("nan")
 
 
-def _mean(table: PerUser) -> float:
+def mean_over_slices(table: PerUser) -> float:
     return float(_column_mean(table.sums.sum(0)[None], table.counts.sum(0)[None])[0])
 
 
@@ -88,7 +88,7 @@ def _column_mean(sums: Float[np.ndarray, "D S"], counts: Num[np.ndarray, "D S"])
     return np.where(n_seen > 0, ratios.sum(1) / np.maximum(n_seen, 1), np.nan)
 
 
-def _bootstrap_means(
+def bootstrap_means(
     tables: list[PerUser], rng: np.random.Generator, draws: int
 ) -> tuple[Float[np.ndarray, " D"], ...]:
     """The mean of each table in every draw, all tables seeing the same users; users without a query are absent."""
@@ -111,7 +111,7 @@ def _times_drawn(n_users: int, rows: int, rng: np.random.Generator) -> Float[np.
     return np.bincount(drawn.ravel(), minlength=rows * n_users).reshape(rows, n_users).astype(np.float64)
 
 
-def _percentiles(means: Float[np.ndarray, " D"], level: float) -> tuple[float, float]:
+def percentile_interval(means: Float[np.ndarray, " D"], level: float) -> tuple[float, float]:
     if not len(means):
         return float("nan"), float("nan")
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])

@@ -13,11 +13,12 @@ from protofed.evaluation.ranking import hit_rate, ndcg, per_query, rank_of_posit
 from protofed.methods.protocol import Method, World
 from protofed.methods.scoring import personal_memory, popularity_prior
 from protofed.slices.candidates import NO_CANDIDATE
-from protofed.slices.histories import Queries, moved, past_counts
+from protofed.slices.histories import Queries, moved, past_counts, trimmed
 from protofed.slices.stream import QuerySet, SliceStream
 
 CANDIDATES = ("sampled", "sampled_hard", "full", "full_unseen")
 CELLS_PER_CHUNK = 8_000_000  # scores held at once
+LARGEST_CHUNK = 512
 
 METRICS_SCHEMA = pa.schema(
     [
@@ -68,13 +69,15 @@ def answer(
     """Rank every query of the set with the state after slice `trained`; `counts` feed the popularity prior."""
     device = world.backbone.items.device
     parts: dict[str, list[Tensor]] = {name: [] for name in CANDIDATES}
-    for chunk in _chunks(len(asked), max(1, CELLS_PER_CHUNK // max(asked.n_items, 1))):
-        queries = moved(data.queries(asked, chunk, world.config.backbone.history_length), device)
+    by_length = np.argsort(data.past.before[asked.positions], kind="stable")  # short histories need short inputs
+    for chunk in _chunks(by_length, max(1, CELLS_PER_CHUNK // max(asked.n_items, 1))):
+        queries = moved(trimmed(data.queries(asked, chunk, world.config.backbone.history_length)), device)
         scores = switched(method.score(world, state, queries), world, queries, counts)
         for name, ranks in rank_all(scores, queries, asked, chunk).items():
             parts[name].append(ranks.cpu())
     empty = torch.zeros(0, dtype=torch.int64)
-    return Answered(asked, trained, {name: torch.cat([empty, *ranks]) for name, ranks in parts.items()})
+    unsorted = torch.from_numpy(np.argsort(by_length))
+    return Answered(asked, trained, {name: torch.cat([empty, *ranks])[unsorted] for name, ranks in parts.items()})
 
 
 def switched(scores: Float[Tensor, "B I"], world: World, queries: Queries, counts: Tensor) -> Float[Tensor, "B I"]:
@@ -112,9 +115,9 @@ def _rank_among(scores: Tensor, positive: Tensor, negatives: Tensor) -> Tensor:
     return rank_of_positive(scores.gather(1, candidates.clamp(min=0)), first, exists)
 
 
-def _chunks(n: int, size: int) -> Iterator[np.ndarray]:
-    for start in range(0, n, size):
-        yield np.arange(start, min(start + size, n))
+def _chunks(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    for start in range(0, len(order), min(size, LARGEST_CHUNK)):
+        yield order[start : start + min(size, LARGEST_CHUNK)]
 
 
 def members(answered: Answered, kind: str) -> Iterator[tuple[str, np.ndarray]]:

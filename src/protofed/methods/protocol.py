@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -29,6 +29,7 @@ class World:
     progress: Progress = silent
 
 
+@runtime_checkable
 class Method(Protocol[State]):
     """A continual recommender. Implementations are frozen dataclasses holding hyper-parameters only.
 

@@ -13,7 +13,7 @@ from protofed.backbone.sasrec import SASRec, grown
 def pack(state: object, prefix: str = "state") -> dict[str, Tensor]:
     """Every tensor and number of a state (a dataclass of tensors, numbers, backbones, dictionaries), by dotted name."""
     if isinstance(state, Tensor):
-        return {prefix: state.detach().cpu().contiguous()}
+        return {prefix: state.detach().cpu().clone(memory_format=torch.contiguous_format)}
     if isinstance(state, bool | int | float):
         return {prefix: torch.tensor(state, dtype=torch.float64 if isinstance(state, float) else torch.int64)}
     packed: dict[str, Tensor] = {}

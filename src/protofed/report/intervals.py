@@ -71,9 +71,9 @@ def _spread(table: pa.Table, column: str, users: pa.Array, n_slices: int) -> np.
 def _intervals(tables: Mapping[tuple[str, str], PerUser], rng: np.random.Generator, n_users: int) -> Intervals:
     if not tables or not n_users:
         return Intervals({}, {}, "", 0)
-    drawn = significance._bootstrap_means(list(tables.values()), rng, significance.DRAWS)
+    drawn = significance.bootstrap_means(list(tables.values()), rng, significance.DRAWS)
     means = dict(zip(tables, drawn, strict=True))
-    exact = {key: significance._mean(table) for key, table in tables.items()}
+    exact = {key: significance.mean_over_slices(table) for key, table in tables.items()}
     labels = sorted({label for label, _ in tables}, key=lambda label: (-exact[label, "ndcg@10"], label))
     best = labels[0]
     return Intervals(
@@ -91,4 +91,4 @@ def _intervals(tables: Mapping[tuple[str, str], PerUser], rng: np.random.Generat
 
 
 def _interval(mean: float, draws: np.ndarray) -> Interval:
-    return Interval(mean, *significance._percentiles(draws, significance.LEVEL))
+    return Interval(mean, *significance.percentile_interval(draws, significance.LEVEL))

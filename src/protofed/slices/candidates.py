@@ -19,7 +19,7 @@ def counter_draws(keys: Sequence[bytes], n_draws: int, first_block: int = 0) -> 
     n_blocks = -(-n_draws // DRAWS_PER_BLOCK)
     counters = [block.to_bytes(8, "big") for block in range(first_block, first_block + n_blocks)]
     digests = b"".join(hashlib.sha256(key + counter).digest() for key in keys for counter in counters)
-    return np.frombuffer(digests, dtype=">u8").astype(np.uint64).reshape(len(keys), -1)
+    return np.frombuffer(digests, dtype=">u8").astype(np.uint64).reshape(len(keys), n_blocks * DRAWS_PER_BLOCK)
 
 
 def first_distinct(draws: np.ndarray, allowed: np.ndarray, n: int) -> np.ndarray:

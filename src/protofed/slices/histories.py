@@ -62,6 +62,13 @@ def tokens_ending_at(past: Histories, users: np.ndarray, last: np.ndarray, lengt
     return torch.from_numpy(np.where(token > 0, items, np.where(token == 0, BOS, PAD)))
 
 
+def leading_padding(tokens: Int[Tensor, "B L"]) -> int:
+    """How many columns at the left hold nothing but padding; the last column is always kept."""
+    real = (tokens != PAD).any(0)
+    real[-1:] = True
+    return int(real.int().argmax()) if len(real) else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Queries:
     """What a method is shown when it is asked to rank: who, when, and the user's own strictly earlier events.
@@ -100,6 +107,11 @@ def queries_at(
         slice_index=slice_index,
         n_items=n_items,
     )
+
+
+def trimmed(queries: Queries) -> Queries:
+    """The same queries without columns that only pad: positions are counted from the right end, so nothing changes."""
+    return replace(queries, tokens=queries.tokens[:, leading_padding(queries.tokens) :])
 
 
 def moved(queries: Queries, device: torch.device | str) -> Queries:

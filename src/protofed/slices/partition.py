@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from protofed.data.interactions import InteractionLog
-from protofed.errors import DataError
+from protofed.errors import ConfigError, DataError
 
 Edges = Literal["count", "duration"]
 Base = Literal["block", "slice-1"]
@@ -68,28 +68,44 @@ def partition(
     `edges="duration"` makes slices 1..T equally long instead of equally full. `base="slice-1"` takes the first of T
     equal slices of the whole log as the base, so slices 0..T-1 result.
     """
+    _check(n_slices, base_fraction, base)
     times = log.times.numpy()
-    n = len(times)
-    if base == "slice-1":
-        base_fraction, n_slices = 1 / n_slices, n_slices - 1
-    first = round(n * base_fraction)
-    if edges == "count":
-        targets = first + (n - first) * np.arange(n_slices) / n_slices
-    else:
-        instants = times[first] + (times[-1] - times[first]) * np.arange(n_slices) / n_slices
-        targets = np.searchsorted(times, instants)
+    targets = _targets(times, n_slices, base_fraction, edges, base)
     try:
         starts = cut_between_instants(times, targets, min_instants=INSTANTS_PER_SLICE)
     except DataError as problem:
-        most = log.n_instants // INSTANTS_PER_SLICE - 1
-        way_out = f"ask for at most --set stream.n_slices={most}" if most >= 1 else "it cannot be sliced"
+        sliceable = log.n_instants // INSTANTS_PER_SLICE
+        most = sliceable - (base == "block")  # the first of T counts as one of them where it is the base
+        way_out = f"ask for at most --set stream.n_slices={most}" if sliceable > 1 else "it cannot be sliced"
         raise DataError(
-            f"{log.name} has {log.n_instants} distinct timestamps, too few for a base block and {n_slices} slices of "
-            f"{INSTANTS_PER_SLICE} parts each ({(n_slices + 1) * INSTANTS_PER_SLICE} needed); {way_out}"
+            f"{log.name} has {log.n_instants} distinct timestamps, too few for a base block and {len(targets)} slices "
+            f"of {INSTANTS_PER_SLICE} parts each ({(len(targets) + 1) * INSTANTS_PER_SLICE} needed); {way_out}"
         ) from problem
     bounds = []
-    for index, (start, end) in enumerate(zip([0, *starts], [*starts, n], strict=True)):
+    for index, (start, end) in enumerate(zip([0, *starts], [*starts, len(times)], strict=True)):
         fractions = np.array([1 - validation_fraction - test_fraction, 1 - test_fraction])
         cuts = cut_between_instants(times[start:end], fractions * (end - start), min_instants=1)
         bounds.append(SliceBounds(index, int(start), int(start + cuts[0]), int(start + cuts[1]), int(end)))
     return tuple(bounds)
+
+
+def _check(n_slices: int, base_fraction: float, base: Base) -> None:
+    least = 1 if base == "block" else 2
+    if n_slices < least:
+        why = "" if base == "block" else ' with stream.base="slice-1", which takes the first as its base'
+        raise ConfigError(f"stream.n_slices must be at least {least}{why}, got {n_slices}; the default is 8")
+    if base == "block" and not 0 < base_fraction < 1:
+        raise ConfigError(
+            f"stream.base_fraction must lie strictly between 0 and 1, got {base_fraction}; the default is 0.5"
+        )
+
+
+def _targets(times: np.ndarray, n_slices: int, base_fraction: float, edges: Edges, base: Base) -> np.ndarray:
+    """Where slices 1, 2, ... should start if instants could be split."""
+    n = len(times)
+    first, shares = min(round(n * base_fraction), n - 1), np.arange(n_slices) / n_slices
+    if base == "slice-1":
+        first, shares = 0, shares[1:]
+    if edges == "count":
+        return np.asarray(first + (n - first) * shares)
+    return np.asarray(np.searchsorted(times, times[first] + (times[-1] - times[first]) * shares))

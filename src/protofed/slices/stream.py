@@ -145,7 +145,8 @@ class SliceStream:
 
     def _histories(self, end: int) -> Histories:
         columns = self._users[:end], self._items[:end], self._times[:end]
-        return histories(*columns, self.log.n_users, row_order=self.config.row_order_history)
+        n_users = int(self._users[:end].max()) + 1  # how many users are still to come is the future's secret
+        return histories(*columns, n_users, row_order=self.config.row_order_history)
 
     def _make_query_set(self, slice_index: int, part: str) -> QuerySet:
         positions = np.arange(*self.bounds[slice_index].part(part))
@@ -158,7 +159,7 @@ class SliceStream:
         subsets = self._subsets(slice_index, positions)
         hard = np.full_like(negatives, -1)
         rows = np.flatnonzero(subsets["repeat"])
-        own = [self._own_past(position) for position in positions[rows]]
+        own = [self._own_past(position) for position in positions[rows].tolist()]
         hard[rows] = hard_negatives([keys[row] for row in rows], own, negatives[rows], self.config.n_negatives // 2)
         return QuerySet(
             slice_index=slice_index,
@@ -175,7 +176,7 @@ class SliceStream:
     def _keys(self, slice_index: int, positions: np.ndarray) -> list[bytes]:
         user_ids = self.log.user_ids.take(self._users[positions]).to_pylist()
         item_ids = self.log.item_ids.take(self._items[positions]).to_pylist()
-        rows = zip(user_ids, item_ids, self._times[positions], strict=True)
+        rows = zip(user_ids, item_ids, self._times[positions].tolist(), strict=True)
         return [query_key(self.log.name, slice_index, user, item, time) for user, item, time in rows]
 
     def _own_past(self, position: int) -> np.ndarray:

@@ -1,14 +1,14 @@
 """Training examples: windows of a user's tokens with every target inside them learned at once."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from protofed.slices.histories import Histories, tokens_ending_at
+from protofed.slices.histories import Histories, leading_padding, tokens_ending_at
 
 NO_TARGET = -1
 
@@ -61,7 +61,7 @@ def _cut(
     new_user = np.ones(len(users), dtype=bool)
     new_user[1:] = users[1:] != users[:-1]
     first = np.maximum.accumulate(np.where(new_user, np.arange(len(users)), 0))
-    shift = rng.integers(0, stride, size=past.n_users)[users]
+    shift = rng.integers(0, stride, size=int(users.max()) + 1)[users]  # how many users come later must not matter
     chunk = (np.arange(len(users)) - first + shift) // stride
     new_window = new_user.copy()
     new_window[1:] |= chunk[1:] != chunk[:-1]
@@ -116,7 +116,8 @@ def concatenate(parts: list[Windows]) -> Windows:
 def take(windows: Windows, index: Tensor) -> Windows:
     """Some of the windows, targets trimmed to the widest left."""
     targets = windows.targets[index]
-    width = max(1, int((targets != NO_TARGET).any(0).sum())) if len(index) else 1
+    used = (targets != NO_TARGET).any(0).nonzero()  # a target that waited leaves its column empty, so never count them
+    width = int(used[-1]) + 1 if len(used) else 1
     return Windows(
         windows.users[index],
         windows.tokens[index],
@@ -128,8 +129,16 @@ def take(windows: Windows, index: Tensor) -> Windows:
 
 def batches(windows: Windows, size: int, rng: torch.Generator) -> Iterator[Windows]:
     """The windows in a drawn order, `size` at a time."""
-    for index in torch.randperm(len(windows), generator=rng).split(size):
-        yield take(windows, index)
+    order = torch.randperm(len(windows), generator=rng)
+    for start in range(0, len(windows), size):
+        yield take(windows, order[start : start + size])
+
+
+def trimmed(windows: Windows) -> Windows:
+    """The same windows without token columns that only pad; short histories then cost little."""
+    padding = leading_padding(windows.tokens)
+    sources = (windows.sources - padding).clamp(min=0)  # a padded target's source stays a valid place
+    return replace(windows, tokens=windows.tokens[:, padding:], sources=sources)
 
 
 def moved(windows: Windows, device: torch.device | str) -> Windows:

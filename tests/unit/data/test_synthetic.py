@@ -342,30 +342,30 @@ def test_without_bursts_there_are_none(nothing: dict[str, float]) -> None:
 
 
 def test_repeats_grow_with_their_parameter() -> None:
-    worlds = [make(base="default", repeat=repeat) for repeat in (0.0, 0.2, 0.5)]
+    worlds = [make(n_users=200, n_items=600, repeat=repeat) for repeat in (0.0, 0.2, 0.5)]
     shares = [share(met_before(world)) for world in worlds]
     assert shares[0] + 0.08 < shares[1]
     assert shares[1] + 0.15 < shares[2]
     for world, repeat in zip(worlds, (0.0, 0.2, 0.5), strict=True):
-        assert share(world.kinds == EventKind.REPEAT) == pytest.approx(repeat, abs=0.01)
+        assert share(world.kinds == EventKind.REPEAT) == pytest.approx(repeat, abs=0.02)
         assert met_before(world)[world.kinds == EventKind.REPEAT].all()
 
 
 def lags_of_repeats(world: DriftingWorld) -> Tensor:
-    """How many events ago each repeated item was last met."""
+    """How many events ago each repeated item was last met; histories under 15 events, which cut lags off, left out."""
     histories: dict[int, list[int]] = defaultdict(list)
     lags = []
     for user, item, kind in zip(who(world).tolist(), what(world).tolist(), world.kinds.tolist(), strict=True):
-        if kind == EventKind.REPEAT:
+        if kind == EventKind.REPEAT and len(histories[user]) >= 15:
             lags.append(1 + histories[user][::-1].index(item))
         histories[user].append(item)
     return torch.tensor(lags)
 
 
 def test_repeats_prefer_recent_items_the_more_the_faster_the_decay() -> None:
-    calm = ONLY_TASTE | {"repeat": 0.1, "taste_strength": 0.0, "zipf": 0.0}
+    calm = ONLY_TASTE | {"repeat": 0.05, "taste_strength": 0.0, "zipf": 0.0}
     for decay in (0.3, 0.7):
-        lags = lags_of_repeats(make(base="default", **calm | {"repeat_decay": decay}))
+        lags = lags_of_repeats(make(n_users=300, n_items=600, events_per_user=80.0, **calm | {"repeat_decay": decay}))
         # P(lag = 1) = 1 - decay, a little more where the same item also lies further back
         assert share(lags == 1) == pytest.approx(1 - decay, abs=0.06)
         assert share(lags <= 2) == pytest.approx(1 - decay**2, abs=0.06)
@@ -531,13 +531,17 @@ def everything_scored(world_seed: int) -> tuple[DriftingWorld, Tensor]:
 
 def test_oracle_scores_are_probabilities_of_born_items() -> None:
     world, scores = everything_scored(0)
-    never_met = world.truth.config.n_items - world.log.n_items
-    assert never_met <= 2
     assert (scores.sum(1) <= 1 + 1e-9).all()
-    assert (scores.sum(1) > 1 - 0.01 * never_met - 1e-9).all()
     unborn = world.items.births > world.log.times[:, None]
     assert (scores[unborn] == 0).all()
     assert (scores.gather(1, what(world)[:, None]) > 0).all()
+
+
+def test_oracle_scores_sum_to_one_where_every_item_was_met() -> None:
+    world = make(noise=0.4)
+    assert world.log.n_items == 120
+    sums = oracle_scores(world, world.log.users, world.log.times).sum(1)
+    torch.testing.assert_close(sums, torch.ones_like(sums))
 
 
 def assert_calibrated(expected: Tensor, happened: Tensor) -> None:
@@ -621,7 +625,7 @@ def test_the_oracle_answers_no_queries_with_no_rows() -> None:
     assert oracle_scores(make(), none, none).shape == (0, make().log.n_items)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     config=st.builds(
         WorldConfig,
@@ -683,15 +687,15 @@ def test_a_parameter_outside_its_range_is_refused_by_name(wrong: dict[str, float
 
 
 def test_one_cluster_without_drift_and_bursts_is_a_world_too() -> None:
-    world = make(n_clusters=1, drift_share=0.0, burst_share=0.0)
+    world = make(n_clusters=1, drift_share=0.0, burst_share=0.0, noise=0.4)
     assert (world.users.cluster_end == 0).all()
-    torch.testing.assert_close(
-        oracle_scores(world, world.log.users, world.log.times).sum(1), torch.ones(len(world.log), dtype=torch.float64)
-    )
+    assert world.log.n_items == 120
+    sums = oracle_scores(world, world.log.users, world.log.times).sum(1)
+    torch.testing.assert_close(sums, torch.ones_like(sums))
 
 
 def test_the_docs_list_every_parameter_with_its_default() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| ([^ |]+) \|", DOCS.read_text(), flags=re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", DOCS.read_text(), flags=re.MULTILINE)
     assert {name: float(value) for name, value in rows} == {
         f.name: float(getattr(WorldConfig(), f.name)) for f in fields(WorldConfig)
     }

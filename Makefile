@@ -1,0 +1,35 @@
+# make run    set everything up, run the main job on the embedded world, write report.html
+# make test   set everything up, check style and types, run all tests
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= cpu
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: run test check unit clean
+
+run: $(READY)
+	$(BIN)/python -m protofed.cli.main demo --out runs/demo --report report.html
+
+test: check
+	$(BIN)/python -m pytest -q
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: $(READY)
+	$(BIN)/python -m pytest -q tests/unit tests/properties
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(READY): pyproject.toml requirements/lock.txt scripts/torch.sh
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) is missing; install Python 3.11 or newer (Debian: apt-get install python3 python3-venv)" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "error: Python 3.11 or newer is needed, found $$($(PYTHON) --version)" >&2; exit 2; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: the venv module is missing; on Debian or Ubuntu run: apt-get install python3-venv" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	TORCH=$(TORCH) PIP="$(BIN)/python -m pip" sh scripts/torch.sh
+	$(BIN)/python -m pip install --quiet -c requirements/lock.txt -e '.[report,dev]'
+	touch $(READY)
