@@ -51,11 +51,12 @@ class TrainingConfig:
     weight_decay: float = 1e-4
     max_grad_norm: float = 1.0
     batch_size: int = 64  # windows per step
-    stride: int = 25  # at most so many targets in a window, so that each reads at least L - stride earlier tokens
+    stride: int = 25  # at most so many targets in a window: a run of targets reads L - stride earlier tokens or more
     base_epochs: int = 100  # cap in the base block
     slice_epochs: int = 30  # cap in a slice
     patience: int = 3  # epochs without a better validation part before stopping
-    prompt_rate: float = 0.5  # share of warm-up windows that carry a random prompt
+    selection: Literal["sampled", "full"] = "sampled"  # which validation NDCG@10 stops the training
+    prompt_rate: float = 0.5  # share of warm-up batches that carry a random prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +89,52 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
 }
 
 
-def preset(name: str) -> RunConfig:
+RANGES: Mapping[str, tuple[float, float]] = {  # what a number may be, ends included
+    "seed": (0, 2**62),
+    "clients": (0, 2**62),
+    "stream.n_slices": (1, 10_000),
+    "stream.n_negatives": (1, 10**6),
+    "backbone.width": (1, 65_536),
+    "backbone.layers": (1, 100),
+    "backbone.heads": (1, 1_000),
+    "backbone.ffn_width": (1, 100),
+    "backbone.history_length": (1, 100_000),
+    "backbone.dropout": (0, 0.99),
+    "backbone.prompt_length": (1, 10_000),
+    "training.negatives": (1, 10**6),
+    "training.learning_rate": (1e-12, 100),
+    "training.slice_learning_rate": (1e-12, 100),
+    "training.weight_decay": (0, 100),
+    "training.max_grad_norm": (1e-12, 1e12),
+    "training.batch_size": (1, 10**6),
+    "training.stride": (1, 100_000),
+    "training.base_epochs": (0, 10**6),
+    "training.slice_epochs": (0, 10**6),
+    "training.patience": (1, 10**6),
+    "training.prompt_rate": (0, 1),
+    "scoring.popularity_prior": (0, 1e6),
+    "scoring.personal_memory": (0, 1e6),
+    "scoring.memory_half_life_days": (1e-6, 1e6),
+}
+
+
+def in_range(config: RunConfig) -> RunConfig:
+    """The config itself, once every number lies where it may."""
+    for key, (least, most) in RANGES.items():
+        value: Any = config
+        for name in key.split("."):
+            value = getattr(value, name)
+        if not least <= value <= most:
+            raise ConfigError(f"{key} must lie between {least:g} and {most:g}, got {value}")
+    if config.backbone.width % config.backbone.heads:
+        width, heads = config.backbone.width, config.backbone.heads
+        raise ConfigError(f"backbone.width must be a multiple of backbone.heads, got {width} and {heads}")
+    return config
+
+
+def preset(name: object) -> RunConfig:
     """The defaults of one preset."""
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise ConfigError(f"preset must be one of {', '.join(PRESETS)}, got {name!r}")
     return override(replace(RunConfig(), preset=typing.cast(Any, name)), PRESETS[name])
 
@@ -115,18 +159,32 @@ def parse_override(text: str) -> tuple[str, object]:
 
 def from_toml(text: str) -> RunConfig:
     """A run's config, strictly: an unknown key or a value of the wrong type is an error."""
-    try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as problem:
-        raise ConfigError(f"the config is not valid TOML: {problem}") from problem
-    return override(RunConfig(), _flatten(document))
+    return from_values(parsed(text))
 
 
 def read_toml(path: Path) -> RunConfig:
     """The config in a file."""
+    return from_values(values_of(path))
+
+
+def from_values(values: Mapping[str, object]) -> RunConfig:
+    """Dotted keys on top of their preset."""
+    return in_range(override(preset(values.get("preset", "small")), values))
+
+
+def values_of(path: Path) -> dict[str, object]:
+    """The dotted keys a file sets."""
     if not path.is_file():
         raise ConfigError(f"no config file at {path}")
-    return from_toml(path.read_text(encoding="utf-8"))
+    return parsed(path.read_text(encoding="utf-8"))
+
+
+def parsed(text: str) -> dict[str, object]:
+    """The dotted keys a TOML text sets."""
+    try:
+        return _flatten(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as problem:
+        raise ConfigError(f"the config is not valid TOML: {problem}") from problem
 
 
 def to_toml(config: RunConfig) -> str:

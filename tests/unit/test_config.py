@@ -14,14 +14,17 @@ from hypothesis import strategies as st
 from protofed import config as module
 from protofed.config import (
     PRESETS,
+    RANGES,
     BackboneConfig,
     RunConfig,
     ScoringConfig,
     StreamConfig,
     TrainingConfig,
     from_toml,
+    in_range,
     override,
     parse_override,
+    parsed,
     preset,
     read_toml,
     to_toml,
@@ -51,7 +54,35 @@ def configs(kind) -> st.SearchStrategy:
 @given(configs(RunConfig))
 @example(RunConfig(dataset='\x7f " \\ \n 😀 ε'))
 def test_any_config_is_written_and_read_back_exactly(config):
-    assert from_toml(to_toml(config)) == config
+    assert override(RunConfig(), parsed(to_toml(config))) == config
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_a_number_outside_its_range_is_one_line_that_names_it(key):
+    least, most = RANGES[key]
+    for value in (least - 1, most * 2 + 1):
+        with pytest.raises(ConfigError, match=f"^{key} must lie between .*, got {value}"):
+            in_range(override(RunConfig(), {key: type(value)(value)}))
+
+
+def test_every_number_has_a_range():
+    numbers = {
+        f"{table}.{name}" if table else name
+        for table, kind in (("", RunConfig), *((t.__name__[:-6].lower(), t) for t in TABLES))
+        for name, hint in typing.get_type_hints(kind).items()
+        if hint in (int, float)
+    }
+    assert numbers - set(RANGES) == {"stream.base_fraction"}  # partition says what it may be
+
+
+def test_a_width_that_the_heads_do_not_divide_is_refused():
+    with pytest.raises(ConfigError, match="multiple of backbone.heads, got 64 and 5"):
+        in_range(override(RunConfig(), {"backbone.heads": 5}))
+
+
+def test_a_preset_named_in_a_file_brings_its_settings_along():
+    assert from_toml('preset = "paper"').backbone.width == 256
+    assert from_toml('preset = "paper"\n[backbone]\nwidth = 32').backbone.width == 32
 
 
 def test_small_numbers_keep_their_digits():

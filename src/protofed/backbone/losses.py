@@ -37,7 +37,9 @@ LOSSES: Mapping[str, ElementLoss] = {"softmax": sampled_softmax, "bce": bce, "bp
 
 
 def draw_negatives(n_windows: int, n: int, n_items: int, rng: Generator) -> Int[Tensor, "W n"]:
-    """Uniform items among 0 .. n_items - 1 for each window."""
+    """Uniform items among 0 .. n_items - 1 for each window; all of them, once, where that many are asked for."""
+    if n >= n_items:
+        return torch.arange(n_items).expand(n_windows, -1)
     return torch.randint(n_items, (n_windows, n), generator=rng)
 
 

@@ -65,6 +65,7 @@ def with_new_rows(model: SASRec, slice_: TimeSlice) -> tuple[SASRec, Bool[Tensor
     with torch.no_grad():
         bigger.items[new.to(bigger.items.device)] = rows.to(bigger.items.device)
     bigger.has_row |= new.to(bigger.has_row.device)
+    bigger.refresh_mean_row()
     return bigger, new
 
 

@@ -9,6 +9,7 @@ from torch import Generator, Tensor, nn
 
 from protofed.backbone.injection import inject, visible
 from protofed.config import BackboneConfig
+from protofed.seeds import seeded
 from protofed.slices.histories import BOS
 
 ROW_SCALE = 0.4  # length of a fresh item row: short rows learn faster and over-fit later than unit ones
@@ -62,6 +63,11 @@ class SASRec(nn.Module):
     def __init__(self, config: BackboneConfig, n_rows: int, rng: Generator) -> None:
         super().__init__()
         self.config = config
+        with seeded(0, "overwritten below"):  # PyTorch's layers draw weights of their own when they are made
+            self._build(config, n_rows)
+        self._draw(rng)
+
+    def _build(self, config: BackboneConfig, n_rows: int) -> None:
         d = config.width
         self.items = nn.Parameter(torch.empty(n_rows, d))
         self.bos = nn.Parameter(torch.empty(d))
@@ -72,7 +78,6 @@ class SASRec(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.register_buffer("has_row", torch.ones(n_rows, dtype=torch.bool))
         self.register_buffer("mean_row", torch.zeros(d))
-        self._draw(rng)
 
     def _draw(self, rng: Generator) -> None:
         """Initial weights from the given stream alone."""

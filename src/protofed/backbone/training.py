@@ -14,10 +14,9 @@ from protofed.backbone.injection import rescale_like
 from protofed.backbone.losses import LOSSES, draw_negatives, window_losses
 from protofed.backbone.sasrec import SASRec, at_rest
 from protofed.config import TrainingConfig
-from protofed.evaluation.ranking import ndcg, rank_of_positive
+from protofed.evaluation.ranking import ndcg, rank_among, rank_of_positive
 from protofed.progress import Progress, silent
 from protofed.seeds import numpy_stream, seeded, stream
-from protofed.slices.candidates import NO_CANDIDATE
 from protofed.slices.histories import leading_padding
 from protofed.slices.stream import TimeSlice
 from protofed.slices.windows import Windows, batches, moved, training_windows, trimmed
@@ -99,14 +98,14 @@ def train(
     for parameter in (p for group in groups for p in group["params"]):
         parameter.requires_grad_(True)
     optimiser = torch.optim.AdamW(groups, lr=task.learning_rate, weight_decay=config.weight_decay, betas=(0.9, 0.98))
-    trace, weights = [validation_ndcg(model, task.slice_)], copy.deepcopy(model.state_dict())
+    trace, weights = [validation_ndcg(model, task.slice_, config.selection)], copy.deepcopy(model.state_dict())
     steps, newest = 0, -1
     for epoch in range(task.epochs):
         windows = epoch_windows(model, task, config, seed, epoch)
         newest = max(newest, int(windows.newest.max()) if len(windows) else -1)
         steps = run_epoch(model, windows, task, config, optimiser, descend, seed, epoch)
         model.refresh_mean_row()
-        trace.append(validation_ndcg(model, task.slice_))
+        trace.append(validation_ndcg(model, task.slice_, config.selection))
         if best_of(trace) == epoch + 1:
             weights = copy.deepcopy(model.state_dict())
         progress(f"slice {task.slice_.index}", epoch + 1, task.epochs, f"validation NDCG@10 {trace[-1]:.4f}")
@@ -168,8 +167,8 @@ def random_prompt(model: SASRec, n: int, rate: float, rng: Generator) -> Float[T
 
 
 @torch.no_grad()
-def validation_ndcg(model: SASRec, slice_: TimeSlice) -> float:
-    """NDCG@10 of the slice's validation queries against their sampled candidates; NaN where there is none."""
+def validation_ndcg(model: SASRec, slice_: TimeSlice, selection: str = "sampled") -> float:
+    """NDCG@10 of the slice's validation queries, among sampled candidates or all items; NaN where there is none."""
     model.eval()
     asked, device = slice_.validation, model.items.device
     values = []
@@ -178,9 +177,11 @@ def validation_ndcg(model: SASRec, slice_: TimeSlice) -> float:
         chunk = by_length[start : start + VALIDATION_CHUNK]
         tokens = slice_.queries(chunk, model.config.history_length).tokens
         tokens = tokens[:, leading_padding(tokens) :].to(device)
-        candidates = torch.cat([asked.positives[chunk, None], asked.negatives[chunk]], dim=1).to(device)
-        scores = torch.einsum("bd,bid->bi", model.last_hidden(tokens), model.embed(candidates))
-        first = torch.zeros(len(chunk), dtype=torch.int64, device=device)
-        ranks = rank_of_positive(scores, first, candidates != NO_CANDIDATE)
+        scores = model.scores(model.last_hidden(tokens), asked.n_items)
+        positive = asked.positives[chunk].to(device)
+        if selection == "full":
+            ranks = rank_of_positive(scores, positive)
+        else:
+            ranks = rank_among(scores, positive, asked.negatives[chunk].to(device))
         values.append(ndcg(ranks, 10).cpu())
     return float(torch.cat(values).mean()) if values else float("nan")

@@ -10,7 +10,7 @@ from rich.table import Table
 from protofed.cli.progress import shown
 from protofed.cli.run import CACHE, load, settle
 
-METHODS = ("popularity", "frozen", "personal-memory", "finetune-last", "full-retrain")
+METHODS = ("popularity", "frozen", "personal-memory", "finetune-last")
 
 
 def demo(
@@ -28,11 +28,11 @@ def demo(
 
     check_target(report)
     console = Console()
-    log = load(settle(dataset, METHODS[0], "small", 0, 0, None, []), root)
+    log = load(settle({"dataset": dataset}), root)
     console.print(f"{log.name}: {len(log):,} events, {log.n_users:,} users, {log.n_items:,} items", highlight=False)
     rows = []
     for method in METHODS:
-        config = settle(dataset, method, "small", 0, 0, None, [])
+        config = settle({"dataset": dataset, "method": method})
         console.print(f"{method} …", highlight=False)
         with shown(Console(stderr=True)) as progress:
             folder = Experiment(config, log, cache, pick_device(device), "protofed demo").run(out / method, progress)

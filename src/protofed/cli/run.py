@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from protofed.config import RunConfig, override, parse_override, preset, read_toml
+from protofed.config import RunConfig, in_range, override, parse_override, preset, values_of
 from protofed.data.interactions import InteractionLog
 from protofed.errors import ConfigError
 from protofed.methods.catalogue import METHODS, method_named
@@ -21,14 +21,14 @@ CACHE = Path.home() / ".cache" / "protofed"
 
 
 def run(
-    dataset: Annotated[str, typer.Option(help="a prepared log under --root, or `synthetic`")] = "synthetic",
-    method: Annotated[str, typer.Option(help="see --list-methods")] = "frozen",
+    dataset: Annotated[str | None, typer.Option(help="a prepared log under --root, or `synthetic`")] = None,
+    method: Annotated[str | None, typer.Option(help="see --list-methods")] = None,
     out: Annotated[Path | None, typer.Option(help="the run's folder; the same command resumes it")] = None,
     root: Annotated[Path, typer.Option(help="folder of prepared logs")] = Path("data"),
-    preset_name: Annotated[str, typer.Option("--preset", help="small (d = 64) or paper (d = 256)")] = "small",
-    seed: Annotated[int, typer.Option(help="weights, negatives, order; evaluation candidates never depend on it")] = 0,
-    clients: Annotated[int, typer.Option(help="keep so many users; 0 keeps all")] = 0,
-    config: Annotated[Path | None, typer.Option(help="a TOML file of settings")] = None,
+    preset_name: Annotated[str | None, typer.Option("--preset", help="small (d = 64) or paper (d = 256)")] = None,
+    seed: Annotated[int | None, typer.Option(help="weights, order, training negatives; never the candidates")] = None,
+    clients: Annotated[int | None, typer.Option(help="keep so many users; 0 keeps all")] = None,
+    config: Annotated[Path | None, typer.Option(help="a TOML file of settings; flags go before it")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="key=value, e.g. training.negatives=32")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
     cache: Annotated[Path, typer.Option(help="folder where warm-ups are kept")] = CACHE,
@@ -45,26 +45,24 @@ def run(
 
     if out is None:
         raise ConfigError("--out is missing: name the folder this run is to write, e.g. --out runs/first")
-    chosen = settle(dataset, method, preset_name, seed, clients, config, settings or [])
+    given = {"dataset": dataset, "method": method, "preset": preset_name, "seed": seed, "clients": clients}
+    chosen = settle({key: value for key, value in given.items() if value is not None}, config, settings or [])
     log = load(chosen, root)
-    console = Console(stderr=True)
     experiment = Experiment(chosen, log, cache, pick_device(device), shlex.join(["protofed", *sys.argv[1:]]))
-    with shown(console) as progress:
+    with shown(Console(stderr=True)) as progress:
         folder = experiment.run(out, progress)
     summary = summarise_run(folder)
     print(json.dumps(summary, indent=2)) if as_json else print_summary(summary, out)
 
 
-def settle(
-    dataset: str, method: str, preset_name: str, seed: int, clients: int, config: Path | None, settings: list[str]
-) -> RunConfig:
-    """The run's config: preset, then what the method brings along, then the file, then --set."""
-    entry = method_named(method)
-    base = read_toml(config) if config is not None else preset(preset_name)
-    chosen = replace(override(base, entry.settings), dataset=dataset, method=method, seed=seed, clients=clients)
-    if clients < 0 or seed < 0:
-        raise ConfigError(f"--clients and --seed must be 0 or more, got {clients} and {seed}")
-    return override(chosen, dict(parse_override(text) for text in settings))
+def settle(flags: Mapping[str, object], file: Path | None = None, settings: Sequence[str] = ()) -> RunConfig:
+    """The run's config: what the preset and the method bring along, then the file, then flags, then --set."""
+    written = values_of(file) if file is not None else {}
+    named = {**written, **flags}
+    base = preset(named.get("preset", "small"))
+    brought = method_named(str(named.get("method", base.method))).settings
+    changes = {**brought, **written, **flags, **dict(parse_override(text) for text in settings)}
+    return in_range(override(base, changes))
 
 
 def load(config: RunConfig, root: Path) -> InteractionLog:

@@ -40,6 +40,15 @@ def rank_of_positive(
     return torch.where(score.isnan().squeeze(1), last, rank)
 
 
+def rank_among(
+    scores: Float[Tensor, "B I"], positive: Int[Tensor, " B"], negatives: Int[Tensor, "B n"]
+) -> Int[Tensor, " B"]:
+    """The rank of column `positive` among itself and the columns `negatives`; a negative below 0 does not exist."""
+    columns = torch.cat([positive[:, None], negatives], dim=1)
+    first = torch.zeros_like(positive)
+    return rank_of_positive(scores.gather(1, columns.clamp(min=0)), first, columns >= 0)
+
+
 def hit_rate(ranks: Num[Tensor, " B"], k: int) -> Float[Tensor, " B"]:
     """1 for each query whose positive is among the first k, else 0."""
     return (ranks <= k).double()

@@ -88,9 +88,7 @@ def _column_mean(sums: Float[np.ndarray, "D S"], counts: Num[np.ndarray, "D S"])
     return np.where(n_seen > 0, ratios.sum(1) / np.maximum(n_seen, 1), np.nan)
 
 
-def bootstrap_means(
-    tables: list[PerUser], rng: np.random.Generator, draws: int
-) -> tuple[Float[np.ndarray, " D"], ...]:
+def bootstrap_means(tables: list[PerUser], rng: np.random.Generator, draws: int) -> tuple[Float[np.ndarray, " D"], ...]:
     """The mean of each table in every draw, all tables seeing the same users; users without a query are absent."""
     present = tables[0].counts.any(1)
     n_users = int(present.sum())

@@ -9,10 +9,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from protofed.evaluation.ranking import hit_rate, ndcg, per_query, rank_of_positive, user_totals
+from protofed.evaluation.ranking import hit_rate, ndcg, per_query, rank_among, rank_of_positive, user_totals
 from protofed.methods.protocol import Method, World
 from protofed.methods.scoring import personal_memory, popularity_prior
-from protofed.slices.candidates import NO_CANDIDATE
 from protofed.slices.histories import Queries, moved, past_counts, trimmed
 from protofed.slices.stream import QuerySet, SliceStream
 
@@ -98,21 +97,14 @@ def rank_all(
     device = scores.device
     positive = asked.positives[chunk].to(device)
     unseen = (past_counts(queries) == 0).scatter(1, positive[:, None], True)
-    hard = _rank_among(scores, positive, asked.hard[chunk].to(device))
+    hard = rank_among(scores, positive, asked.hard[chunk].to(device))
     repeat = torch.from_numpy(asked.subsets["repeat"][chunk]).to(device)
     return {
-        "sampled": _rank_among(scores, positive, asked.negatives[chunk].to(device)),
+        "sampled": rank_among(scores, positive, asked.negatives[chunk].to(device)),
         "sampled_hard": torch.where(repeat, hard, 0),
         "full": rank_of_positive(scores, positive),
         "full_unseen": rank_of_positive(scores, positive, unseen),
     }
-
-
-def _rank_among(scores: Tensor, positive: Tensor, negatives: Tensor) -> Tensor:
-    candidates = torch.cat([positive[:, None], negatives], dim=1)
-    exists = candidates != NO_CANDIDATE
-    first = torch.zeros_like(positive)
-    return rank_of_positive(scores.gather(1, candidates.clamp(min=0)), first, exists)
 
 
 def _chunks(order: np.ndarray, size: int) -> Iterator[np.ndarray]:

@@ -71,7 +71,7 @@ def scripted(monkeypatch):
     def script(values: list[float]) -> list[dict[str, Tensor]]:
         seen: list[dict[str, Tensor]] = []
 
-        def validation(model, slice_) -> float:
+        def validation(model, slice_, selection) -> float:
             seen.append(copy.deepcopy(model.state_dict()))
             return values[len(seen) - 1]
 
