@@ -76,7 +76,7 @@ def test_every_number_has_a_range():
 
 
 def test_a_width_that_the_heads_do_not_divide_is_refused():
-    with pytest.raises(ConfigError, match="multiple of backbone.heads, got 64 and 5"):
+    with pytest.raises(ConfigError, match=r"multiple of backbone\.heads, got 64 and 5"):
         in_range(override(RunConfig(), {"backbone.heads": 5}))
 
 

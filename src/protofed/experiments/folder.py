@@ -83,6 +83,12 @@ def _refuse_other(written: Path, text: str) -> None:
         )
 
 
+def describe(folder: RunFolder, environment: Mapping[str, object]) -> None:
+    """Where the numbers come from, and the ledger of noised releases: empty, since the methods so far release none."""
+    write_text(folder.path / "environment.json", json.dumps(environment, indent=2) + "\n")
+    write_text(folder.path / "ledger.json", "[]\n")
+
+
 def save_slice(
     folder: RunFolder, slice_index: int, tables: Mapping[str, pa.Table], state: Mapping[str, Tensor]
 ) -> None:

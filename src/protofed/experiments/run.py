@@ -1,9 +1,9 @@
 """One method on one log, slice by slice: learn, check for leaks, evaluate, checkpoint."""
 
-import json
+import contextlib
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from protofed.errors import ConfigError
 from protofed.experiments import folder as folders
 from protofed.experiments.evaluate import METRICS_SCHEMA, answer, metric_rows, per_user_rows
 from protofed.experiments.folder import RunFolder
-from protofed.files import write_text
 from protofed.methods.catalogue import method_named
 from protofed.methods.protocol import Diagnostics, Method, World
 from protofed.methods.state import pack, unpack
@@ -36,51 +35,70 @@ class Experiment:
     config: RunConfig
     log: InteractionLog
     cache: Path
-    device: torch.device
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     command: str = "Experiment.run"
 
     def run(self, out: Path, progress: Progress = silent) -> RunFolder:
         """The finished run folder; what an earlier, killed call left is continued, what it finished is kept."""
+        method = method_named(self.config.method).method
+        data = SliceStream(self.log, self.config.stream)  # a log that cannot be cut leaves no folder behind
         with folders.opened(out, self.config) as folder:
             if not folder.finished:
-                _run(self, folder, progress)
+                with deterministic():
+                    run_slices(self, folder, method, data, progress)
             return folder
 
 
-def _run(experiment: Experiment, folder: RunFolder, progress: Progress) -> None:
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Reproducible kernels only, until the block ends."""
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
-    config, device = experiment.config, experiment.device
-    write_text(
-        folder.path / "environment.json",
-        json.dumps(folders.environment(device, experiment.command, config.seed), indent=2),
-    )
-    write_text(folder.path / "ledger.json", "[]\n")
-    data = SliceStream(experiment.log, config.stream)
-    began = time.monotonic()
-    backbone, fit = cached_warm_up(config, data, experiment.cache, device=device, progress=progress)
-    warm_up_seconds = time.monotonic() - began
-    method = method_named(config.method).method
-    world = World(config, data.slice_(0), backbone, progress)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def run_slices(
+    experiment: Experiment, folder: RunFolder, method: Method[Any], data: SliceStream, progress: Progress
+) -> None:
+    """Every slice that is not finished yet, each evaluated and checkpointed before the next."""
+    folders.describe(folder, folders.environment(experiment.device, experiment.command, experiment.config.seed))
+    check_all_candidates(data)
+    world, warm_up_seconds = warmed_up(experiment, folder, data, progress)
     state, first = resume(folder, method, world)
-    if first == 0:
-        folder.log({"slice": 0, "stage": "warm-up", "validation_ndcg10": fit.trace, "epochs": fit.best_epoch})
     for index in range(first, data.n_slices + 1):
-        slice_ = data.slice_(index)
-        began = time.monotonic()
+        slice_, began = data.slice_(index), time.monotonic()
         diagnostics: Diagnostics = {}
         if index > 0:
-            state, diagnostics = method.learn(world, state, slice_, PlainDescent(config.training.max_grad_norm))
+            descend = PlainDescent(experiment.config.training.max_grad_norm)
+            state, diagnostics = method.learn(world, state, slice_, descend)
         learned = time.monotonic()
         check_evidence(data, index, method.evidence(state))
         tables = evaluate(method, world, state, slice_, data)
         seconds = {"learn": learned - began, "evaluate": time.monotonic() - learned}
-        if index == 0:
-            seconds["warm-up"] = warm_up_seconds
-        tables["timing"] = timing(index, seconds)
+        tables["timing"] = timing(index, seconds if index else {"warm-up": warm_up_seconds, **seconds})
         folder.log({"slice": index, "stage": "learn", **diagnostics})
         folders.save_slice(folder, index, tables, pack(state))
         progress("run", index + 1, data.n_slices + 1, f"slice {index} done")
     folders.finish(folder, data.n_slices)
+
+
+def warmed_up(experiment: Experiment, folder: RunFolder, data: SliceStream, progress: Progress) -> tuple[World, float]:
+    """The world every method starts from, and how long its warm-up took (next to nothing where it was kept)."""
+    began = time.monotonic()
+    config, device = experiment.config, experiment.device
+    backbone, fit = cached_warm_up(config, data, experiment.cache, device=device, progress=progress)
+    folder.log({"slice": 0, "stage": "warm-up", "validation_ndcg10": fit.trace, "epochs": fit.best_epoch})
+    return World(config, data.slice_(0), backbone, progress), time.monotonic() - began
+
+
+def check_all_candidates(data: SliceStream) -> None:
+    """No candidate set of any slice looks ahead."""
+    for index in range(data.n_slices + 1):
+        for part in ("val", "test"):
+            check_candidates(data, data.query_set(index, part))
 
 
 def resume(folder: RunFolder, method: Method[Any], world: World) -> tuple[Any, int]:
@@ -104,8 +122,6 @@ def evaluate(
     for tested in range(data.n_slices + 1):
         for part in ("val", "test") if tested == trained else ("test",):
             asked = data.query_set(tested, part)
-            if trained == 0:
-                check_candidates(data, asked)
             answered = answer(method, world, state, counts, data, asked, trained)
             rows += metric_rows(answered)
             if part == "test" and (tested == trained or trained == data.n_slices):

@@ -42,12 +42,13 @@ def check_candidates(stream: SliceStream, asked: QuerySet) -> None:
                 f"a {name} from the future: item {late[0]} is a candidate of slice {asked.slice_index} ({asked.part}) "
                 f"but is first seen at log position {first_seen[late[0]]}, after the part's end {end}"
             )
-    met = set(zip(users[:end].tolist(), items[:end].tolist(), strict=True))
-    for user, row in zip(asked.users.tolist(), asked.negatives.tolist(), strict=True):
-        if any((user, item) in met for item in row if item != NO_CANDIDATE):
-            raise LeakError(
-                f"a positive among the negatives: user {user} has met one of its candidates by position {end}"
-            )
+    n_items = stream.log.n_items
+    met = np.unique(users[:end].astype(np.int64) * n_items + items[:end])
+    drawn = asked.users[:, None].numpy() * n_items + asked.negatives.numpy()
+    wrong = (np.isin(drawn, met) & (asked.negatives.numpy() != NO_CANDIDATE)).any(1)
+    if wrong.any():
+        user = int(asked.users[int(wrong.argmax())])
+        raise LeakError(f"a positive among the negatives: user {user} has met one of its candidates by position {end}")
 
 
 def check_evidence(stream: SliceStream, slice_index: int, evidence: Evidence) -> None:

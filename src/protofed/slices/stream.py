@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -217,3 +218,8 @@ class SliceStream:
         first_position[order] = order[first_place]
         earlier = self.past.place[first_position] - self.past.start[self._users]  # its rank among the user's events
         return np.asarray(earlier < self.past.before)
+
+
+def slice_log(log: InteractionLog, **settings: Any) -> SliceStream:
+    """The log cut into slices; keyword settings are those of StreamConfig, e.g. slice_log(log, n_slices=4)."""
+    return SliceStream(log, StreamConfig(**settings))

@@ -1,0 +1,98 @@
+"""A run that is killed at any point goes on from there, and ends with the same bytes."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import worlds
+
+from protofed.config import to_toml
+
+CHILD = """
+import os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import torch
+torch.set_num_threads(1)
+import worlds
+from protofed.experiments import folder as folders
+from protofed.experiments.run import Experiment
+
+out, cache, die_in_checkpoint = Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
+written = 0
+
+def save_half(tensors, path, metadata=None):
+    global written
+    whole(tensors, path, metadata=metadata)
+    written += 1
+    if written == die_in_checkpoint:
+        data = Path(path).read_bytes()
+        Path(path).write_bytes(data[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+whole, folders.save_file = folders.save_file, save_half
+print("ready", flush=True)
+Experiment(worlds.tiny_config(method="finetune-last"), worlds.tiny_log(), cache, worlds.CPU, "test").run(out)
+print("finished", flush=True)
+"""
+
+
+def start(tmp_path: Path, out: Path, die_in_checkpoint: int = 0) -> subprocess.Popen[str]:
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    arguments = [str(Path(worlds.__file__).parent), str(out), str(tmp_path / "cache"), str(die_in_checkpoint)]
+    return subprocess.Popen([sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True)
+
+
+def run_to_the_end(tmp_path: Path, out: Path) -> float:
+    child = start(tmp_path, out)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    began = time.monotonic()
+    assert child.communicate(timeout=300)[0] == "finished\n"
+    assert child.returncode == 0
+    return time.monotonic() - began
+
+
+def kill_after(child: subprocess.Popen[str], seconds: float) -> None:
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    time.sleep(seconds)
+    os.kill(child.pid, signal.SIGKILL)
+    child.communicate(timeout=60)
+
+
+@pytest.mark.slow
+def test_five_kills_at_random_points_and_one_inside_a_checkpoint_leave_the_same_bytes(tmp_path):
+    whole = tmp_path / "whole"
+    seconds = run_to_the_end(tmp_path, whole)
+    expected = {name: (whole / name).read_bytes() for name in ("metrics.parquet", "per_user.parquet")}
+    draws = random.Random(7)
+    out = tmp_path / "killed"
+    for _ in range(5):
+        kill_after(start(tmp_path, out), draws.uniform(0.05, 0.6) * seconds)
+    died_writing = start(tmp_path, out, die_in_checkpoint=1)
+    died_writing.communicate(timeout=300)
+    assert died_writing.returncode == -signal.SIGKILL or (out / "metrics.parquet").exists()
+    run_to_the_end(tmp_path, out)
+    assert {name: (out / name).read_bytes() for name in expected} == expected
+    assert (out / "config.toml").read_text() == to_toml(worlds.tiny_config(method="finetune-last"))
+    assert not list(out.rglob("*.unfinished"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", [1, 2, 3])
+def test_a_kill_inside_any_checkpoint_write_loses_only_that_slice(tmp_path, checkpoint):
+    whole, out = tmp_path / "whole", tmp_path / "killed"
+    run_to_the_end(tmp_path, whole)
+    child = start(tmp_path, out, die_in_checkpoint=checkpoint)
+    child.communicate(timeout=300)
+    assert child.returncode == -signal.SIGKILL
+    assert (out / "checkpoint.safetensors").exists() == (checkpoint > 1)
+    run_to_the_end(tmp_path, out)
+    assert (out / "metrics.parquet").read_bytes() == (whole / "metrics.parquet").read_bytes()

@@ -1,0 +1,137 @@
+"""Run folders: one run each, whole files, clear refusals."""
+
+import json
+import multiprocessing
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+import worlds
+from safetensors.torch import save_file
+
+from protofed.config import read_toml
+from protofed.errors import RunFolderError
+from protofed.experiments.folder import RunFolder, load_checkpoint, opened
+from protofed.experiments.run import Experiment
+
+
+def experiment(tmp_path, **settings):
+    config = worlds.tiny_config(method="popularity", **settings)
+    return Experiment(config, worlds.tiny_log(), tmp_path / "cache", worlds.CPU, "test")
+
+
+def test_a_finished_folder_holds_every_file_of_the_contract(tmp_path):
+    folder = experiment(tmp_path).run(tmp_path / "run")
+    names = {path.name for path in folder.path.iterdir()} - {".lock"}
+    assert names == {
+        *("config.toml", "metrics.parquet", "per_user.parquet", "timing.parquet", "ledger.json"),
+        *("checkpoint.safetensors", "log.jsonl", "environment.json"),
+    }
+    assert read_toml(folder.path / "config.toml") == experiment(tmp_path).config
+    assert json.loads((folder.path / "environment.json").read_text())["versions"]["torch"] == torch.__version__
+
+
+def test_tables_have_the_columns_of_the_contract_and_are_sorted(tmp_path):
+    folder = experiment(tmp_path).run(tmp_path / "run")
+    metrics, users = folder.table("metrics"), folder.table("per_user")
+    keys = ["slice_trained", "slice_tested", "split", "candidates", "subset", "metric"]
+    assert metrics.column_names == [*keys, "value", "n_queries", "n_users"]
+    rows = [tuple(row[key] for key in keys) for row in metrics.to_pylist()]
+    assert rows == sorted(rows)
+    assert len(rows) == len(set(rows))
+    identity = ["user", "slice_trained", "slice_tested", "candidates", "subset"]
+    assert users.column_names == [*identity, "n", "ndcg10_sum", "hr10_sum"]
+    assert len(users) == len({tuple(row[key] for key in identity) for row in users.to_pylist()})
+
+
+def test_per_user_sums_add_up_to_the_metrics(tmp_path):
+    folder = experiment(tmp_path).run(tmp_path / "run")
+    totals = {}
+    for row in folder.table("per_user").to_pylist():
+        key = (row["slice_trained"], row["slice_tested"], row["candidates"], row["subset"])
+        n, total, users = totals.get(key, (0, 0.0, 0))
+        totals[key] = (n + row["n"], total + row["ndcg10_sum"], users + 1)
+    metrics = {
+        (row["slice_trained"], row["slice_tested"], row["candidates"], row["subset"]): row
+        for row in folder.table("metrics").to_pylist()
+        if row["metric"] == "ndcg@10" and row["split"] == "test"
+    }
+    assert totals
+    for key, (n, total, users) in totals.items():
+        assert (metrics[key]["n_queries"], metrics[key]["n_users"]) == (n, users)
+        assert metrics[key]["value"] == pytest.approx(total / n, abs=1e-12)
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_cache_changes_nothing(tmp_path):
+    first = experiment(tmp_path / "a").run(tmp_path / "a" / "run")
+    second = experiment(tmp_path / "b").run(tmp_path / "b" / "run")
+    for name in ("metrics.parquet", "per_user.parquet"):
+        assert (first.path / name).read_bytes() == (second.path / name).read_bytes()
+
+
+def test_a_finished_run_is_kept_as_it_is(tmp_path):
+    folder = experiment(tmp_path).run(tmp_path / "run")
+    before = {path: path.stat().st_mtime_ns for path in folder.path.glob("*.parquet")}
+    experiment(tmp_path).run(tmp_path / "run")
+    assert {path: path.stat().st_mtime_ns for path in folder.path.glob("*.parquet")} == before
+
+
+def test_a_folder_with_another_run_is_refused_and_left_alone(tmp_path):
+    folder = experiment(tmp_path).run(tmp_path / "run")
+    before = (folder.path / "config.toml").read_bytes()
+    with pytest.raises(RunFolderError, match=r"holds another run \(seed = 0, asked for seed = 1\); choose"):
+        experiment(tmp_path, seed=1).run(tmp_path / "run")
+    assert (folder.path / "config.toml").read_bytes() == before
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    with pytest.raises(RunFolderError, match="is not empty and holds no run"):
+        experiment(tmp_path).run(tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
+
+
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(RunFolderError, match="is a file"):
+        experiment(tmp_path).run(tmp_path / "run")
+
+
+def hold(path, config, ready, done):
+    with opened(path, config):
+        ready.set()
+        done.wait(30)
+
+
+def test_a_second_process_in_the_same_folder_is_refused(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    ready, done = context.Event(), context.Event()
+    config = experiment(tmp_path).config
+    holder = context.Process(target=hold, args=(tmp_path / "run", config, ready, done))
+    holder.start()
+    try:
+        assert ready.wait(60)
+        with pytest.raises(RunFolderError, match="another process is running"), opened(tmp_path / "run", config):
+            pass
+    finally:
+        done.set()
+        holder.join()
+
+
+def test_a_damaged_checkpoint_is_one_clear_line(tmp_path):
+    save_file({"a": torch.zeros(3)}, tmp_path / "checkpoint.safetensors", metadata={"slice": "0"})
+    whole = (tmp_path / "checkpoint.safetensors").read_bytes()
+    (tmp_path / "checkpoint.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(RunFolderError, match=r"cannot be read .*; delete it to start the run again"):
+        load_checkpoint(RunFolder(tmp_path))
+
+
+def test_half_written_files_of_a_killed_process_are_cleared(tmp_path):
+    run = experiment(tmp_path)
+    with opened(tmp_path / "run", run.config) as folder:
+        leftover = folder.path / "metrics.parquet.12345.unfinished"
+        leftover.write_bytes(b"half")
+    assert run.run(tmp_path / "run").finished
+    assert not leftover.exists()
+    assert pq.read_metadata(tmp_path / "run" / "metrics.parquet").num_rows > 0

@@ -1,0 +1,65 @@
+"""Two-line promises that rot: imports point one way, public names exist, the core stays light."""
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import protofed
+
+SOURCE = Path(protofed.__file__).parent
+ORDER = (
+    *("errors", "seeds", "files", "progress", "config", "data", "slices", "evaluation", "backbone", "methods"),
+    *("experiments", "report", "cli"),
+)
+HEAVY = ("polars", "dp_accounting", "matplotlib", "jinja2", "typer", "rich", "faiss", "flwr", "transformers", "pandas")
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+def top_level(path: Path) -> str:
+    return path.relative_to(SOURCE).with_suffix("").parts[0]
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("protofed."):
+            names.add(node.module.split(".")[1])
+        if isinstance(node, ast.ImportFrom) and node.module == "protofed":
+            names |= {alias.name for alias in node.names if (SOURCE / alias.name).exists()}
+    return names
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_upwards_only(path):
+    place = ORDER.index(top_level(path))
+    assert [name for name in imported(path) if ORDER.index(name) > place] == []
+
+
+def test_public_names_exist_and_are_sorted():
+    assert all(hasattr(protofed, name) for name in protofed.__all__)
+    assert protofed.__all__ == sorted(
+        protofed.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name)
+    )
+
+
+def test_the_core_imports_nothing_heavier_than_torch_and_pyarrow():
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({HEAVY!r}))"
+    core = "import protofed, protofed.experiments.run, protofed.experiments.evaluate, protofed.data.prepared"
+    subprocess.run([sys.executable, "-c", f"{blocked}; {core}"], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_every_module_says_what_it_is(path):
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or path.name == "__init__.py"
+
+
+def test_every_module_imports():
+    for path in modules():
+        importlib.import_module("protofed." + ".".join(path.relative_to(SOURCE).with_suffix("").parts))
