@@ -12,8 +12,20 @@ import protofed
 
 SOURCE = Path(protofed.__file__).parent
 ORDER = (
-    *("errors", "seeds", "files", "progress", "config", "data", "slices", "evaluation", "backbone", "methods"),
-    *("experiments", "report", "cli"),
+    *(
+        "errors",
+        "seeds",
+        "files",
+        "progress",
+        "config",
+        "data",
+        "slices",
+        "evaluation",
+        "backbone",
+        "client",
+        "privacy",
+    ),
+    *("server", "inference", "federation", "methods", "experiments", "report", "cli"),
 )
 HEAVY = ("polars", "dp_accounting", "matplotlib", "jinja2", "typer", "rich", "faiss", "flwr", "transformers", "pandas")
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from protofed.cli.progress import shown
 from protofed.cli.run import CACHE, load, settle
 
+LABELS = {"sampled": "1+99", "full": "full"}
 METHODS = ("popularity", "frozen", "personal-memory", "finetune-last")
 
 
@@ -51,10 +52,13 @@ def demo(
 def table(rows: list[tuple[str, dict[str, object]]], name: str) -> Table:
     """NDCG@10 of each method: sampled and full ranking, all and novel events."""
     shown_as = (("sampled", "all"), ("sampled", "novel"), ("full", "all"), ("full", "novel"))
-    made = Table(title=f"NDCG@10 on {name}, mean over slices", caption="AF: forgetting, lower is better")
-    made.add_column("method")
+    made = Table(
+        title=f"NDCG@10 on {name}, mean over slices",
+        caption="1+99: sampled candidates; full: all items; AF: forgetting, lower is better",
+    )
+    made.add_column("method", no_wrap=True)
     for candidates, subset in shown_as:
-        made.add_column(f"{candidates}, {subset}", justify="right")
+        made.add_column(f"{LABELS[candidates]}\n{subset}", justify="right", no_wrap=True)
     made.add_column("AF", justify="right")
     for method, summary in rows:
         found = {(row["candidates"], row["subset"]): row["ndcg@10"] for row in summary["headline"]}  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from typing import Any
 
 from protofed.report.runs import Run
 
-TRIVIAL = ("frozen", "personal-memory", "popularity")
+TRIVIAL = ("frozen", "frozen-no-new-rows", "personal-memory", "popularity")
 NOT_SETTINGS = ("seed", "out", "root", "device")  # they may differ between the seeds of one row
 ANSWERED = ("dataset", "clients", "stream")  # what decides the queries, and so who may be compared
 

@@ -1,0 +1,160 @@
+"""The `protofed` command as its user meets it: results, and one clear line for every mistake."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHARED = ROOT.parent / "shared" / "data"
+FAST = [
+    *("--set", "stream.n_slices=2", "--set", "backbone.width=16", "--set", "backbone.layers=1"),
+    *("--set", "backbone.history_length=10", "--set", "training.base_epochs=1", "--set", "training.slice_epochs=1"),
+]
+
+
+def protofed(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "protofed.cli.main", *map(str, arguments)]
+    environment = {**os.environ, "COLUMNS": "200"}
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, env=environment)
+
+
+def refused(*arguments: object, cwd: Path) -> str:
+    """The one line a mistake gives; nothing on stdout, exit code 2, no trace."""
+    done = protofed(*arguments, cwd=cwd)
+    lines = done.stderr.strip().splitlines()
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+def write_log(root: Path, name: str, times: list[int], n_items: int = 30) -> None:
+    (root / name).mkdir(parents=True)
+    rows = range(len(times))
+    table = pa.table({"user": [n % 12 for n in rows], "item": [n % n_items for n in rows], "timestamp": times})
+    pq.write_table(table, root / name / "interactions.parquet")
+
+
+def test_a_run_prints_its_numbers_as_json_and_a_second_call_only_shows_them(tmp_path):
+    arguments = ["run", "--method", "popularity", "--out", "run", "--cache", "cache", "--json", *FAST]
+    first = protofed(*arguments, cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    summary = json.loads(first.stdout)
+    assert (summary["dataset"], summary["method"], summary["seed"]) == ("synthetic", "popularity", 0)
+    rows = {(row["candidates"], row["subset"]): row for row in summary["headline"]}
+    assert (
+        rows["sampled", "all"]["queries"] == rows["sampled", "novel"]["queries"] + rows["sampled", "repeat"]["queries"]
+    )
+    written = (tmp_path / "run" / "metrics.parquet").stat().st_mtime_ns
+    again = protofed(*arguments, cwd=tmp_path)
+    assert json.loads(again.stdout) == summary
+    assert (tmp_path / "run" / "metrics.parquet").stat().st_mtime_ns == written
+    report = protofed("report", "run", "-o", "report.html", cwd=tmp_path)
+    assert report.returncode == 0, report.stderr
+    assert "popularity" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_methods_are_listed(tmp_path):
+    listed = json.loads(protofed("run", "--list-methods", "--json", cwd=tmp_path).stdout)
+    assert {"popularity", "frozen", "personal-memory", "finetune-last", "full-retrain"} <= set(listed)
+
+
+def test_a_config_file_is_read_and_flags_go_before_it(tmp_path):
+    (tmp_path / "run.toml").write_text('method = "popularity"\nseed = 3\n[stream]\nn_slices = 2\n')
+    done = protofed(
+        "run", "--config", "run.toml", "--seed", 4, "--out", "r", "--cache", "c", "--json", *FAST, cwd=tmp_path
+    )
+    assert json.loads(done.stdout)["seed"] == 4, done.stderr
+    assert json.loads(done.stdout)["method"] == "popularity"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "frosen"], "unknown method 'frosen'; did you mean 'frozen'?"),
+        (["--dataset", "gowala"], "gowala"),
+        (["--preset", "huge"], "preset must be one of small, paper, got 'huge'"),
+        (["--set", "trainning.negatives=3"], "unknown config key 'trainning.negatives'; did you mean 'training'?"),
+        (
+            ["--set", "training.negative=3"],
+            "unknown config key 'training.negative'; did you mean 'training.negatives'?",
+        ),
+        (["--set", "training.negatives=many"], "training.negatives must be of type int, got 'many'"),
+        (["--set", "training.negatives=0"], "training.negatives must lie between 1 and"),
+        (["--set", "negatives"], "--set takes key=value, got 'negatives'"),
+        (["--set", "stream.edges=weekly"], "stream.edges must be one of count, duration, got 'weekly'"),
+        (["--seed", "-1"], "seed must lie between 0 and"),
+        (["--device", "tpu9"], "--device must be cpu, cuda or auto, got 'tpu9'"),
+        (["--config", "missing.toml"], "no config file at missing.toml"),
+    ],
+)
+def test_a_mistake_in_the_call_is_one_line_and_writes_nothing(tmp_path, arguments, message):
+    assert message in refused("run", "--out", "run", *arguments, cwd=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_a_folder_says_how_to_name_one(tmp_path):
+    assert "--out is missing" in refused("run", cwd=tmp_path)
+
+
+def test_another_run_in_the_folder_is_left_alone(tmp_path):
+    arguments = ["run", "--method", "popularity", "--cache", "cache", *FAST]
+    assert protofed(*arguments, "--out", "run", cwd=tmp_path).returncode == 0
+    before = (tmp_path / "run" / "metrics.parquet").read_bytes()
+    assert "holds another run" in refused(*arguments, "--seed", 1, "--out", "run", cwd=tmp_path)
+    assert (tmp_path / "run" / "metrics.parquet").read_bytes() == before
+
+
+def test_a_log_with_too_few_instants_is_refused_and_the_advice_works(tmp_path):
+    write_log(tmp_path, "week", [day * 86_400 for day in range(7) for _ in range(60)])
+    line = refused("run", "--dataset", "week", "--root", ".", "--out", "run", "--method", "popularity", cwd=tmp_path)
+    assert "7 distinct timestamps, too few for a base block and 8 slices" in line
+    assert not (tmp_path / "run").exists()
+    advice = next(word for word in line.split() if word.startswith("stream.n_slices="))
+    settings = [part for part in FAST if part not in ("--set", "stream.n_slices=2")]
+    flags = [flag for part in [*settings, advice] for flag in ("--set", part)]
+    arguments = ["--dataset", "week", "--root", ".", "--method", "popularity", "--cache", "cache"]
+    done = protofed("run", *arguments, "--out", "run", *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_log_that_five_core_empties_is_refused(tmp_path):
+    (tmp_path / "thin").mkdir()
+    table = pa.table({"user": range(20), "item": range(20), "timestamp": range(20)})
+    pq.write_table(table, tmp_path / "thin" / "interactions.parquet")
+    line = refused("run", "--dataset", "thin", "--root", ".", "--out", "run", cwd=tmp_path)
+    assert "5" in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_truncated_gzip_is_refused_and_nothing_is_prepared(tmp_path):
+    rows = "".join(f"{n}\t2010-10-12T00:21:{n % 60:02d}Z\t1.0\t2.0\t{n % 9}\n" for n in range(5_000))
+    packed = gzip.compress(rows.encode())
+    (tmp_path / "loc-gowalla_totalCheckins.txt.gz").write_bytes(packed[: len(packed) // 2])
+    source = tmp_path / "loc-gowalla_totalCheckins.txt.gz"
+    line = refused("data", "prepare", "gowalla", "--source", source, "--root", "data", cwd=tmp_path)
+    assert "loc-gowalla_totalCheckins.txt.gz" in line
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_report_of_nothing_is_refused(tmp_path):
+    (tmp_path / "runs").mkdir()
+    assert "runs" in refused("report", "runs", cwd=tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.shared
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"the real logs are not at {SHARED}")
+def test_a_real_log_runs_end_to_end(tmp_path):
+    arguments = ["--dataset", "gowalla_1k", "--root", SHARED, "--method", "popularity", "--clients", 200]
+    done = protofed("run", *arguments, "--out", "run", "--cache", "cache", "--json", *FAST, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    row = next(r for r in json.loads(done.stdout)["headline"] if (r["candidates"], r["subset"]) == ("sampled", "all"))
+    assert 0.1 < row["ndcg@10"] < 0.5
