@@ -73,7 +73,7 @@ def figure(rows: list[dict[str, object]], path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, ncols=3, fontsize=8, loc="lower left", bbox_to_anchor=(0, 1))
     plot.tight_layout()
-    plot.savefig(path, metadata={"Date": None})
+    plot.savefig(path, facecolor="white", metadata={"Date": None})
 
 
 def main() -> None:

@@ -92,9 +92,8 @@ def print_methods(as_json: bool) -> None:
 
 def print_summary(summary: dict[str, object], out: Path) -> None:
     """The headline as a table."""
-    table = Table(
-        title=f"{summary['method']} on {summary['dataset']} (seed {summary['seed']}): mean of A\\[t,t], t = 1..T"
-    )
+    title = f"{summary['method']} on {summary['dataset']}, seed {summary['seed']}"
+    table = Table(title=title, caption="mean of A\\[t, t] over slices t = 1..T")
     for column in ("candidates", "subset", "NDCG@10", "HR@10", "queries"):
         table.add_column(column, justify="left" if column in ("candidates", "subset") else "right")
     rows = summary["headline"]
