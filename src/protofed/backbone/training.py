@@ -71,6 +71,10 @@ class Fit:
     def best_epoch(self) -> int:
         return best_of(self.trace)
 
+    def diagnostics(self) -> dict[str, int | float | tuple[float, ...]]:
+        """What the run's log keeps: Steps-to-95 % is read off the trace."""
+        return {"epochs": self.best_epoch, "steps_per_epoch": self.steps_per_epoch, "validation_ndcg10": self.trace}
+
 
 def best_of(trace: tuple[float, ...] | list[float]) -> int:
     """The first epoch with the highest value; the last one where no validation event gave a value."""

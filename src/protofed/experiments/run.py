@@ -90,7 +90,7 @@ def warmed_up(experiment: Experiment, folder: RunFolder, data: SliceStream, prog
     began = time.monotonic()
     config, device = experiment.config, experiment.device
     backbone, fit = cached_warm_up(config, data, experiment.cache, device=device, progress=progress)
-    folder.log({"slice": 0, "stage": "warm-up", "validation_ndcg10": fit.trace, "epochs": fit.best_epoch})
+    folder.log({"slice": 0, "stage": "warm-up", **fit.diagnostics()})
     return World(config, data.slice_(0), backbone, progress), time.monotonic() - began
 
 

@@ -43,7 +43,7 @@ def learn_new_rows(
     """Rows of the items that are new in this slice, started by the shared rule and learned once; nothing else moves."""
     model, new = with_new_rows(state.backbone, slice_)
     if not new.any():
-        return BackboneState(model.eval(), slice_.index, state.newest_target), {"new_rows": 0.0}
+        return BackboneState(model.eval(), slice_.index, state.newest_target), {"new_rows": 0}
     config = world.config
     task = Task(slice_, slice_.train_positions, config.training.slice_epochs, config.training.slice_learning_rate)
     model, fit = train(
@@ -55,8 +55,8 @@ def learn_new_rows(
         trainable=only_rows(new),
         progress=world.progress,
     )
-    diagnostics = {"new_rows": float(new.sum()), "epochs": float(fit.best_epoch), "steps": float(fit.steps_per_epoch)}
-    return BackboneState(model, slice_.index, max(state.newest_target, fit.newest_target)), diagnostics
+    learned = BackboneState(model, slice_.index, max(state.newest_target, fit.newest_target))
+    return learned, {"new_rows": int(new.sum()), **fit.diagnostics()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from protofed.slices.leaks import Evidence
 from protofed.slices.stream import TimeSlice
 
 State = TypeVar("State")
-Diagnostics = Mapping[str, float]
+Diagnostics = Mapping[str, int | float | tuple[float, ...]]  # for the run's log
 
 
 @dataclass(frozen=True, slots=True)

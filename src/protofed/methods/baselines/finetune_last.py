@@ -35,8 +35,8 @@ class FineTuneLast:
         model = self._first_weights(world, state, slice_)
         task = Task(slice_, slice_.train_positions, config.training.slice_epochs, config.training.slice_learning_rate)
         model, fit = train(model, task, config.training, seed=config.seed, descend=descend, progress=world.progress)
-        diagnostics = {"epochs": float(fit.best_epoch), "steps": float(fit.steps_per_epoch)}
-        return BackboneState(model, slice_.index, max(state.newest_target, fit.newest_target)), diagnostics
+        learned = BackboneState(model, slice_.index, max(state.newest_target, fit.newest_target))
+        return learned, fit.diagnostics()
 
     def _first_weights(self, world: World, state: BackboneState, slice_: TimeSlice) -> SASRec:
         if not self.cold:

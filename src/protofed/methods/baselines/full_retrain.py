@@ -49,8 +49,7 @@ class FullRetrain:
         )
         model = model.to(state.backbone.items.device)
         model, fit = train(model, task, config.training, seed=config.seed, descend=descend, progress=world.progress)
-        diagnostics = {"epochs": float(fit.best_epoch), "steps": float(fit.steps_per_epoch)}
-        return BackboneState(model, slice_.index, fit.newest_target), diagnostics
+        return BackboneState(model, slice_.index, fit.newest_target), fit.diagnostics()
 
     def score(self, world: World, state: BackboneState, queries: Queries) -> Float[Tensor, "B I"]:
         return backbone_scores(state, queries)
