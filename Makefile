@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= cpu
+WORKERS ?= 2
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
@@ -12,7 +13,7 @@ run: $(READY)
 	$(BIN)/python -m protofed.cli.main demo --out runs/demo --report report.html
 
 test: check
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -20,7 +21,7 @@ check: $(READY)
 	$(BIN)/mypy
 
 unit: $(READY)
-	$(BIN)/python -m pytest -q tests/unit tests/properties
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests/unit tests/properties
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
