@@ -7,6 +7,7 @@ import typer
 
 from protofed.cli import data as data_commands
 from protofed.cli.demo import demo
+from protofed.cli.privacy import privacy
 from protofed.cli.report import report
 from protofed.cli.run import run
 from protofed.errors import ProtoFedError
@@ -21,6 +22,7 @@ app.add_typer(data_commands.app, name="data", help="List, prepare and measure in
 app.command()(run)
 app.command()(report)
 app.command()(demo)
+app.command()(privacy)
 
 
 def main() -> None:

@@ -1,0 +1,152 @@
+"""`protofed privacy`: the noise a budget asks for, or ε of a noise or of a ledger, against both adversaries."""
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from protofed.errors import ConfigError
+from protofed.privacy.accountant import (
+    Accountant,
+    Guarantee,
+    adjacency,
+    check_delta,
+    epsilon,
+    guarantees,
+    noise_for,
+    usual_uploads,
+)
+from protofed.privacy.ledger import CLAIM, Ledger, Release, Trust, read_ledger
+from protofed.privacy.upload import UploadRule
+
+
+def privacy(
+    target_epsilon: Annotated[float | None, typer.Option(help="the budget: prints the noise it asks for")] = None,
+    noise_multiplier: Annotated[float | None, typer.Option(help="a noise: prints the ε it gives")] = None,
+    ledger: Annotated[Path | None, typer.Option(help="a run's ledger.json: prints the ε of all of it")] = None,
+    delta: Annotated[float, typer.Option(help="δ")] = 1e-5,
+    rate: Annotated[float, typer.Option(help="each client's chance to take part in a round; 1: everybody")] = 0.05,
+    rounds: Annotated[int, typer.Option(help="rounds over the whole stream")] = 160,
+    max_uploads: Annotated[int | None, typer.Option(help="a cap on one user's uploads over all rounds")] = None,
+    trust: Annotated[str | None, typer.Option(help="central, secure-aggregation or local: solve for it")] = None,
+    accountant: Annotated[str, typer.Option(help="pld or rdp: solve with it; both are shown")] = "pld",
+    as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
+) -> None:
+    """Price a privacy budget: noise for an ε, or ε for a noise, never without δ, unit, adjacency and adversary."""
+    check_delta(delta)
+    if sum(given is not None for given in (target_epsilon, noise_multiplier, ledger)) != 1:
+        raise ConfigError("give exactly one of --target-epsilon, --noise-multiplier and --ledger")
+    solver: Accountant = _one_of("--accountant", accountant, get_args(Accountant))
+    trusted: Trust = _one_of("--trust", trust or "central", get_args(Trust))
+    answer: dict[str, Any] = {"claim": CLAIM, "delta": delta, "unit": "user"}
+    if ledger is not None:
+        releases, written = read_ledger(ledger)
+        trusted = trusted if trust else written
+    else:
+        if target_epsilon is not None:
+            needed = needed_noise(target_epsilon, delta, rate, rounds, max_uploads, trusted)
+            noise_multiplier = needed[solver]
+            answer |= {"target_epsilon": target_epsilon, "accountant": solver, "noise_for_target": needed}
+        assert noise_multiplier is not None
+        releases = (Release(noise_multiplier, rate, rounds, max_uploads=max_uploads),)
+        answer |= {"noise_multiplier": noise_multiplier, "rate": rate, "rounds": rounds}
+        answer |= {"noise_std": _stds(noise_multiplier)}
+    answer |= {"trust": trusted, "adjacency": adjacency(trusted), "releases": [_release(r) for r in releases]}
+    answer["guarantees"] = [_row(guarantee, releases) for guarantee in guarantees(releases, delta)]
+    print(json.dumps(answer, indent=2, ensure_ascii=False)) if as_json else show(answer)
+
+
+def needed_noise(
+    target: float, delta: float, rate: float, rounds: int, max_uploads: int | None, trust: Trust
+) -> dict[str, float]:
+    """The multiplier for the target by both accountants, against who sees only what is released."""
+    return {
+        name: noise_for(target, delta, rate, rounds, name, trust=trust, max_uploads=max_uploads)
+        for name in get_args(Accountant)
+    }
+
+
+def show(answer: dict[str, Any]) -> None:
+    """The answer as text: the noise, the table, the claim."""
+    if "target_epsilon" in answer:
+        needed = answer["noise_for_target"]
+        print(
+            f"noise multiplier for ε = {answer['target_epsilon']:g}, δ = {answer['delta']:g}, "
+            f"{answer['trust']} trust: PLD {needed['pld']:.4f}, RDP {needed['rdp']:.4f}"
+        )
+    for release in answer["releases"]:
+        print(
+            f"{release['stream']}: noise multiplier {release['noise_multiplier']:g}, "
+            f"rate {release['sampling_rate']:g}, {release['count']} rounds"
+        )
+    print(f"\n{'trust':<20}{'adversary':<11}{'adjacency':<24}{'uploads':>7}{'ε (PLD)':>11}{'ε (RDP)':>11}  note")
+    for row in answer["guarantees"]:
+        print(_line(row, row["uploads"], row["epsilon"], row["note"]))
+        for fewer in row.get("fewer_uploads", []):
+            print(_line(row | {"adjacency": ""}, fewer["uploads"], fewer["epsilon"], fewer["note"]))
+    print(f"\nδ = {answer['delta']:g}, per {answer['unit']}, over all rounds together. {answer['claim']}")
+
+
+def _line(row: dict[str, Any], uploads: int, prices: dict[str, float | None], note: str) -> str:
+    pld, rdp = (f"{price:.3f}" if price is not None else "none" for price in (prices["pld"], prices["rdp"]))
+    return f"{row['trust']:<20}{row['adversary']:<11}{row['adjacency']:<24}{uploads:>7}{pld:>11}{rdp:>11}  {note}"
+
+
+def _row(guarantee: Guarantee, ledger: Ledger) -> dict[str, Any]:
+    """A guarantee as JSON: an ε without meaning is null, never a number."""
+    row: dict[str, Any] = {
+        "trust": guarantee.trust,
+        "adversary": guarantee.adversary,
+        "epsilon": {"pld": _finite(guarantee.pld), "rdp": _finite(guarantee.rdp)},
+        "delta": guarantee.delta,
+        "adjacency": guarantee.adjacency,
+        "unit": guarantee.unit,
+        "rate": [release.sampling_rate for release in ledger],
+        "rounds": [release.count for release in ledger],
+        "uploads": guarantee.uploads,
+        "note": guarantee.note,
+    }
+    sees_uploads = guarantee.adversary == "server" and guarantee.trust != "central"
+    if sees_uploads and len(ledger) == 1 and ledger[0].sampling_rate < 1:
+        row["fewer_uploads"] = _fewer(guarantee, ledger[0])
+    return row
+
+
+def _fewer(guarantee: Guarantee, release: Release) -> list[dict[str, Any]]:
+    """ε of a user whose coins came up as often as usual, or as rarely happens: a description, not a guarantee."""
+    notes = ("as many as a user makes on average", f"exceeded by a share {guarantee.delta:g} of users only")
+    rows = []
+    for uploads, note in zip(usual_uploads(release, guarantee.delta), notes, strict=True):
+        fewer = (Release(release.noise_multiplier, 1.0, max(1, uploads)),)
+        prices = {
+            name: _finite(epsilon(fewer, guarantee.delta, adversary="server", trust=guarantee.trust, accountant=name))
+            for name in get_args(Accountant)
+        }
+        rows.append({"uploads": max(1, uploads), "epsilon": prices, "note": note})
+    return rows
+
+
+def _release(release: Release) -> dict[str, Any]:
+    return {name: getattr(release, name) for name in ("stream", "noise_multiplier", "sampling_rate", "count")}
+
+
+def _stds(noise_multiplier: float) -> dict[str, float]:
+    rule = UploadRule(n_prototypes=1)
+    trusts: tuple[Trust, ...] = get_args(Trust)
+    return {
+        trust: round(noise_multiplier * (rule.replace_sensitivity if trust == "local" else rule.sensitivity), 6)
+        for trust in trusts
+    }
+
+
+def _finite(value: float) -> float | None:
+    """Rounded up: an ε is an upper bound."""
+    return math.ceil(value * 1e4 - 1e-6) / 1e4 if math.isfinite(value) else None
+
+
+def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> Any:
+    if value not in allowed:
+        raise ConfigError(f"{flag} must be one of {', '.join(allowed)}, got {value!r}")
+    return value

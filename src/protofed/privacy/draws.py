@@ -1,0 +1,66 @@
+"""Random numbers that belong to a user and a round, whatever the batch they are drawn in.
+
+A counter generator (Philox-4x32-10, Salmon et al. 2011) is a keyed hash of (user, round, position): nothing is drawn in
+sequence, so a user's numbers are bit-equal alone, in a cohort of a million, or in chunks. For simulation only: whoever
+knows the seed knows every draw, so a deployment takes its noise from the operating system (`mechanism.os_noise`).
+"""
+
+import math
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from protofed.seeds import seed_of
+
+MASK = 0xFFFFFFFF
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+Words = tuple[Tensor, Tensor, Tensor, Tensor]  # four 32-bit words, each kept in an int64
+
+
+def philox(counter: Words, key: tuple[int, int]) -> Words:
+    """Ten rounds of Philox-4x32: four random words for every counter."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = (
+            c0 * MULTIPLIERS[0],
+            c2 * MULTIPLIERS[1],
+        )  # wrap around 2^64: the bits are those of the unsigned product
+        c0, c1, c2, c3 = (p1 >> 32 & MASK) ^ c1 ^ k0, p1 & MASK, (p0 >> 32 & MASK) ^ c3 ^ k1, p0 & MASK
+        k0, k1 = k0 + WEYL[0] & MASK, k1 + WEYL[1] & MASK
+    return c0, c1, c2, c3
+
+
+def uniform(
+    seed: int, purpose: str, users: Int[Tensor, " U"], round_: int, shape: tuple[int, ...] = ()
+) -> Float[Tensor, "U ..."]:
+    """Numbers strictly between 0 and 1, `shape` of them for each user; 52 bits, float64, on the users' device."""
+    n = math.prod(shape)
+    key = seed_of(seed, "draws", purpose)
+    wide = users.to(torch.int64)[:, None]
+    position = torch.arange((n + 1) // 2, device=users.device)[None, :].expand(len(users), -1)  # two numbers a block
+    counter = (position, torch.full_like(position, round_ & MASK), wide & MASK, wide >> 32 & MASK)
+    a, b, c, d = philox(tuple(word.expand_as(position) for word in counter), (key & MASK, key >> 32 & MASK))  # type: ignore[arg-type]
+    bits = torch.stack(((a >> 6 << 26) + (b >> 6), (c >> 6 << 26) + (d >> 6)), dim=-1)  # (U, blocks, 2)
+    return ((bits.flatten(1)[:, :n].to(torch.float64) + 0.5) * 2.0**-52).reshape(len(users), *shape)
+
+
+def normal(
+    seed: int, purpose: str, users: Int[Tensor, " U"], round_: int, shape: tuple[int, ...] = ()
+) -> Float[Tensor, "U ..."]:
+    """Standard normal numbers, `shape` of them for each user, by the inverse distribution function.
+
+    Element by element, unlike vectorised sines and logarithms, so that a batch cannot change the last bit.
+    """
+    drawn: Tensor = torch.special.ndtri(uniform(seed, purpose, users, round_, shape))
+    return drawn
+
+
+def bernoulli(seed: int, purpose: str, users: Int[Tensor, " U"], round_: int, rate: float) -> Bool[Tensor, " U"]:
+    """A coin for each user, true with probability `rate`: the Poisson sampling of a round's cohort.
+
+    The coin of a round is independent of all earlier coins and of everything released, as accounting needs.
+    """
+    return uniform(seed, purpose, users, round_) < rate

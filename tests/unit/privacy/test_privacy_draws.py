@@ -1,0 +1,102 @@
+"""Draws belong to a user and a round, not to a batch."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from protofed.privacy.draws import bernoulli, normal, philox, uniform
+
+
+def words(text: str) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.tensor([int(word, 16)]) for word in text.split())
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ("0 0 0 0", (0, 0), "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        (
+            "ffffffff ffffffff ffffffff ffffffff",
+            (0xFFFFFFFF, 0xFFFFFFFF),
+            "408f276d 41c83b0e a20bc7c6 6d5451fd",
+        ),
+        (
+            "243f6a88 85a308d3 13198a2e 03707344",
+            (0xA4093822, 0x299F31D0),
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
+def test_the_block_function_gives_the_published_answers(counter, key, expected):
+    assert [f"{int(word):08x}" for word in philox(words(counter), key)] == expected.split()
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=40, unique=True), st.integers(0, 1000), st.data())
+def test_a_users_draws_are_bit_equal_in_every_batch(users, round_, data):
+    some = data.draw(st.lists(st.sampled_from(users), min_size=1, max_size=10))
+    table = normal(3, "upload", torch.tensor(users), round_, (5, 3))
+    place = {user: row for row, user in enumerate(users)}
+    alone = normal(3, "upload", torch.tensor(some), round_, (5, 3))
+    assert torch.equal(alone, table[[place[user] for user in some]])
+
+
+def test_a_shorter_draw_is_the_beginning_of_a_longer_one():
+    users = torch.arange(7)
+    assert torch.equal(uniform(0, "x", users, 1, (5,)), uniform(0, "x", users, 1, (9,))[:, :5])
+
+
+def test_seed_purpose_user_and_round_each_change_the_stream():
+    users = torch.tensor([4, 5, 4 + 2**32])
+    base = uniform(0, "coin", users, 1, (8,))
+    others = [
+        uniform(1, "coin", users, 1, (8,)),
+        uniform(0, "noise", users, 1, (8,)),
+        uniform(0, "coin", users, 2, (8,)),
+    ]
+    rows = torch.cat([base, *others])
+    assert len({tuple(row.tolist()) for row in rows}) == 12
+    assert len(rows.unique()) == rows.numel()
+
+
+def test_uniform_draws_pass_a_kolmogorov_smirnov_test_across_users_rounds_and_positions():
+    across_users = uniform(11, "ks", torch.arange(50_000), 0)
+    across_positions = uniform(11, "ks", torch.tensor([3]), 0, (50_000,)).flatten()
+    across_rounds = torch.cat([uniform(11, "ks", torch.tensor([3]), round_) for round_ in range(2_000)])
+    for draws in (across_users, across_positions, across_rounds):
+        assert 0 < draws.min() < draws.max() < 1
+        assert stats.kstest(draws.numpy(), "uniform").pvalue > 1e-3
+
+
+def test_normal_draws_have_the_moments_and_the_distribution_of_a_normal():
+    draws = normal(5, "moments", torch.arange(2_000), 7, (100,))
+    n = draws.numel()
+    assert draws.dtype == torch.float64
+    assert abs(draws.mean()) < 4 / n**0.5
+    assert abs(draws.var() - 1) < 4 * (2 / n) ** 0.5
+    assert abs((draws**3).mean()) < 4 * (15 / n) ** 0.5
+    assert abs((draws**4).mean() - 3) < 4 * (96 / n) ** 0.5
+    assert stats.kstest(draws.flatten().numpy(), "norm").pvalue > 1e-3
+
+
+def test_draws_of_neighbouring_users_rounds_and_positions_are_uncorrelated():
+    draws = normal(5, "correlation", torch.arange(3_000), 7, (30,)).numpy()
+    later = normal(5, "correlation", torch.arange(3_000), 8, (30,)).numpy()
+    for a, b in ((draws[1:], draws[:-1]), (draws[:, 1:], draws[:, :-1]), (draws, later)):
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 4 / a.size**0.5
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.5])
+def test_coins_come_up_at_their_rate_and_each_round_anew(rate):
+    coins = torch.stack([bernoulli(2, "cohort", torch.arange(20_000), round_, rate) for round_ in range(10)])
+    assert abs(coins.double().mean() - rate) < 4 * (rate * (1 - rate) / coins.numel()) ** 0.5
+    both = (coins[1:] & coins[:-1]).double().mean()
+    assert abs(both - rate**2) < 4 * rate / (9 * 20_000) ** 0.5
+
+
+def test_at_rate_one_everybody_takes_part_and_at_rate_zero_nobody():
+    assert bernoulli(2, "cohort", torch.arange(1_000), 0, 1.0).all()
+    assert not bernoulli(2, "cohort", torch.arange(1_000), 0, 0.0).any()

@@ -1,0 +1,114 @@
+"""The ledger loses nothing and is on disk before a release."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from protofed.errors import ConfigError, DataError
+from protofed.privacy.ledger import (
+    Release,
+    from_json,
+    read_ledger,
+    record_ahead,
+    recorded,
+    streams,
+    to_json,
+    write_ledger,
+)
+
+releases = st.builds(
+    Release,
+    noise_multiplier=st.floats(0, 100),
+    sampling_rate=st.floats(1e-6, 1),
+    count=st.integers(1, 1000),
+    stream=st.text(max_size=8),
+    max_uploads=st.none() | st.integers(1, 50),
+)
+
+
+@given(st.lists(releases, max_size=5).map(tuple), st.sampled_from(["central", "secure-aggregation", "local"]))
+def test_a_ledger_survives_being_written_and_read(ledger, trust):
+    assert from_json(to_json(ledger, trust=trust)) == (ledger, trust)
+
+
+@given(st.lists(releases, max_size=6))
+def test_recording_one_by_one_keeps_every_round_of_every_stream(entries):
+    ledger = ()
+    for release in entries:
+        ledger = recorded(ledger, release)
+    assert streams(ledger) == streams(tuple(entries))
+    assert sum(release.uploads for release in ledger) == sum(release.uploads for release in entries)
+
+
+def test_equal_rounds_are_one_entry_and_different_noise_is_another():
+    ledger = ()
+    for _ in range(3):
+        ledger = recorded(ledger, Release(1.2, 0.05))
+    ledger = recorded(ledger, Release(1.3, 0.05))
+    assert ledger == (Release(1.2, 0.05, 3), Release(1.3, 0.05))
+
+
+def test_capped_releases_are_never_merged_since_each_cap_is_its_own():
+    capped = Release(1.2, 0.05, 20, max_uploads=1)
+    ledger = recorded(recorded((), capped), capped)
+    assert ledger == (capped, capped)
+    assert sum(release.uploads for release in ledger) == 2
+
+
+def test_the_release_is_on_disk_before_the_caller_gets_to_make_it(tmp_path):
+    path = tmp_path / "ledger.json"
+    ledger = ()
+    for round_ in range(3):
+        ledger = record_ahead(path, ledger, Release(1.2, 0.05), trust="local", noise="operating-system")
+        assert read_ledger(path) == ((Release(1.2, 0.05, round_ + 1),), "local")
+    assert json.loads(path.read_text())["noise"] == "operating-system"
+
+
+def test_a_failed_write_leaves_the_ledger_as_it_was_and_makes_no_release(tmp_path, monkeypatch):
+    path = tmp_path / "ledger.json"
+    write_ledger(path, (Release(1.2, 0.05),))
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        record_ahead(path, (Release(1.2, 0.05),), Release(1.2, 0.05))
+    assert read_ledger(path)[0] == (Release(1.2, 0.05),)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *["", "[]", "{}", '{"format": "protofed-ledger-1"}'],
+        '{"format": "protofed-ledger-1", "trust": "blind", "releases": []}',
+        to_json((Release(1.25, 1.0),)).replace("1.25", "-1"),
+        to_json((Release(1.25, 1.0),)).replace("1.25", '"much"'),
+        '{"format": "protofed-ledger-1", "trust": "central", "releases": [{"sigma": 1}]}',
+    ],
+)
+def test_a_damaged_ledger_is_refused_in_one_line_that_names_the_file(tmp_path, text):
+    path = tmp_path / "ledger.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"ledger\.json is not a ledger of format protofed-ledger-1") as problem:
+        read_ledger(path)
+    assert "\n" not in str(problem.value)
+
+
+def test_a_missing_ledger_is_refused(tmp_path):
+    with pytest.raises(DataError, match="no ledger at"):
+        read_ledger(tmp_path / "ledger.json")
+
+
+@pytest.mark.parametrize(
+    ("bad", "rule"),
+    [
+        ({"noise_multiplier": -0.1}, "finite number >= 0, got -0.1"),
+        ({"noise_multiplier": float("nan")}, "finite number >= 0, got nan"),
+        ({"sampling_rate": 0.0}, "above 0 and at most at 1, got 0"),
+        ({"sampling_rate": 1.1}, "above 0 and at most at 1, got 1.1"),
+        ({"count": 0}, "at least 1 round, got 0"),
+        ({"max_uploads": 0}, "at least 1, got 0"),
+    ],
+)
+def test_a_release_that_cannot_be_is_refused(bad, rule):
+    with pytest.raises(ConfigError, match=rule):
+        Release(**{"noise_multiplier": 1.0, "sampling_rate": 0.1, **bad})
