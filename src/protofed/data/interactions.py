@@ -13,7 +13,7 @@ from torch import Tensor
 from protofed.errors import DataError
 
 END_OF_2100 = 4_133_980_799
-STEP = 1 << 20  # rows handled at once where a whole column would cost too much memory
+STEP = 1 << 17  # rows handled at once: few enough to stay in the cache, and whole columns would cost too much memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +77,18 @@ def chronological(
         order = np.argsort(times, kind="stable")
         return order, times[order]
     # One integer holds time and row, so the keys are distinct and the fastest sort is as good as a stable one.
-    keys = times - low
-    keys <<= row_bits
-    for start in range(0, len(keys), STEP):
-        keys[start : start + STEP] += np.arange(start, min(start + STEP, len(keys)))
+    keys = np.empty_like(times)
+    for start in range(0, len(keys), STEP):  # step by step: each piece is still in the processor's cache
+        piece = np.subtract(times[start : start + STEP], low, out=keys[start : start + STEP])
+        piece <<= row_bits
+        piece += np.arange(start, start + len(piece))
     keys = sort(keys)
-    in_order = keys >> row_bits
-    in_order += low
-    return np.bitwise_and(keys, (1 << row_bits) - 1, out=keys), in_order
+    in_order = np.empty_like(keys)
+    for start in range(0, len(keys), STEP):
+        piece = np.right_shift(keys[start : start + STEP], row_bits, out=in_order[start : start + STEP])
+        piece += low
+        keys[start : start + STEP] &= (1 << row_bits) - 1
+    return keys, in_order
 
 
 def first_appearance(codes: np.ndarray, n_codes: int) -> tuple[np.ndarray, np.ndarray]:

@@ -6,10 +6,11 @@ import json
 import logging
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,6 +55,7 @@ class Layout:
     quote: str | None = None
     numeric: str = ""  # a column whose first value must be a number (or a date): a header there is noticed
     required: tuple[str, ...] = ()  # without these a row is malformed
+    unread: tuple[str, ...] = ()  # columns of the file that no log holds, stepped over unparsed
 
 
 @dataclass(slots=True)
@@ -198,8 +200,9 @@ def table(
     """The well-formed rows of a delimited file, block by block; the others are counted."""
     names = check_first_lines(path, head(path, member), layout)
     schema = {name: layout.columns.get(name, pl.String) for name in names} | {EXTRA: pl.String}
-    wanted, skip = tuple(name for name in layout.columns if name in names), layout.header
-    for block in blocks(path, progress, member=member, block_bytes=block_bytes):
+    wanted = tuple(name for name in layout.columns if name in names and name not in layout.unread)
+
+    def parse(block: bytes, skip: bool) -> pl.DataFrame:
         rows = pl.scan_csv(
             block.split(b"\n", 1)[1] if skip else block,
             schema=schema,
@@ -212,8 +215,25 @@ def table(
             missing_columns="insert",
             extra_columns="ignore",
         )
-        skip = False
-        yield well_formed(rows.select(*wanted, EXTRA).collect(), layout.required or wanted, tally)
+        return rows.select(*wanted, EXTRA).collect()
+
+    read = blocks(path, progress, member=member, block_bytes=block_bytes)
+    parsed = (partial(parse, block, layout.header and place == 0) for place, block in enumerate(read))
+    for frame in one_ahead(parsed):
+        yield well_formed(frame, layout.required or wanted, tally)
+
+
+def one_ahead(calls: Iterable[Callable[[], pl.DataFrame]]) -> Iterator[pl.DataFrame]:
+    """What the calls return, in order; the next one runs while the caller works on what it got."""
+    with ThreadPoolExecutor(1) as worker:
+        running = None
+        for call in calls:
+            started = worker.submit(call)
+            if running is not None:
+                yield running.result()
+            running = started
+        if running is not None:
+            yield running.result()
 
 
 def json_lines(

@@ -17,6 +17,7 @@ LAYOUT = Layout(
     header=False,
     numeric="time",
     required=("user", "item", "event", "time"),
+    unread=("category",),
 )
 
 
