@@ -1,4 +1,4 @@
-"""Lets every test import the small worlds of tests/worlds.py, and no property test fail because a machine is busy."""
+"""Lets every test import the small worlds of tests/worlds.py, and property tests neither depend on luck nor on a busy machine."""
 
 import sys
 from pathlib import Path
@@ -6,5 +6,6 @@ from pathlib import Path
 from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))
-settings.register_profile("patient", deadline=None)
+settings.register_profile("patient", deadline=None, derandomize=True)
+settings.register_profile("searching", deadline=None)  # --hypothesis-profile=searching looks for new examples
 settings.load_profile("patient")

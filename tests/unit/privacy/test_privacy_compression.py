@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from protofed.errors import ConfigError, MissingExtra
@@ -13,11 +13,13 @@ from protofed.privacy.draws import uniform
 from protofed.seeds import stream
 
 
+@example(2.0, 1.2790792617268734, 0.0)
 @given(st.floats(-3, 3), st.floats(0.5, 3), st.floats(0.0, 1.0, exclude_max=True))
 def test_rounding_moves_a_number_by_less_than_a_step(x, reach, u):
     x = max(-reach, min(reach, x))
     code = quantise(torch.tensor([x], dtype=torch.float64), reach, torch.tensor([u], dtype=torch.float64))
-    assert abs(dequantise(code, reach).item() - x) <= reach / LEVELS * (1 + 1e-6)
+    rounding = reach * torch.finfo(torch.float32).eps  # what comes back is a 32-bit number of that size
+    assert abs(dequantise(code, reach).item() - x) <= reach / LEVELS + rounding
 
 
 def test_rounding_is_right_on_average():
