@@ -1,4 +1,4 @@
-"""Lets every test import the small worlds of tests/worlds.py, and property tests neither depend on luck nor on a busy machine."""
+"""Lets tests import tests/worlds.py; property tests depend neither on luck nor on how busy the machine is."""
 
 import sys
 from pathlib import Path
