@@ -12,6 +12,7 @@ import numpy as np
 
 from protofed.errors import MissingExtra, ProtoFedError
 from protofed.evaluation.forgetting import af_over_time
+from protofed.privacy.ledger import CLAIM
 from protofed.report import provenance
 from protofed.report.cautions import cautions
 from protofed.report.figures import Curve, heat_map, line_plot
@@ -125,7 +126,7 @@ def render(chapters: Sequence[Chapter], warned: Sequence[str], unfinished: Seque
         seeds=sorted({seed for section in sections for row in section.rows for seed in row.seeds}),
         coverage=provenance.coverage(sections, unfinished),
         releases=provenance.releases(sections),
-        claim=provenance.CLAIM,
+        claim=CLAIM,
         environments=provenance.environments(sections),
         commands=provenance.commands(sections),
         settings=provenance.settings(sections),

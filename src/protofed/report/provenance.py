@@ -11,13 +11,6 @@ from protofed.report.layout import Cell, Column, Line, Table, to_csv
 from protofed.report.runs import Run, Unfinished
 from protofed.report.sections import Row, Section
 
-CLAIM = (
-    "(ε, δ) joint user-level differential privacy for a user's events after the base block, add / remove one user, "
-    "δ = 1e-5. Events in the base block are not protected (56 to 93 % of later users have some). The catalogue, slice "
-    "edges, the number of clients, preprocessing and hyper-parameters are taken as public; published metrics are not "
-    "covered."
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Released:
