@@ -25,6 +25,7 @@ from torch import Tensor
 from protofed.config import RunConfig, to_toml
 from protofed.errors import RunFolderError
 from protofed.files import remove_unfinished, write_text, written_atomically
+from protofed.privacy.ledger import write_ledger
 
 TABLES = ("metrics", "per_user", "timing")
 
@@ -86,7 +87,7 @@ def _refuse_other(written: Path, text: str) -> None:
 def describe(folder: RunFolder, environment: Mapping[str, object]) -> None:
     """Where the numbers come from, and the ledger of noised releases: empty, since the methods so far release none."""
     write_text(folder.path / "environment.json", json.dumps(environment, indent=2) + "\n")
-    write_text(folder.path / "ledger.json", "[]\n")
+    write_ledger(folder.path / "ledger.json", ())
 
 
 def save_slice(

@@ -4,7 +4,7 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from jaxtyping import Float, Int64
 
-from protofed.errors import ProtoFedError, RunFolderError
+from protofed.errors import DataError, ProtoFedError, RunFolderError
+from protofed.privacy.ledger import read_ledger
 
 METRICS = ("ndcg@10", "hr@10")
 Measure = tuple[str, str, str]  # candidates, subset, metric
@@ -98,7 +99,7 @@ def read_run(folder: Path, name: str) -> Run:
         matrices=read_matrices(folder / "metrics.parquet"),
         seconds=_seconds(folder / "timing.parquet"),
         environment=_json(folder / "environment.json", dict),
-        ledger=tuple(_json(folder / "ledger.json", list)),
+        ledger=_releases(folder / "ledger.json"),
     )
 
 
@@ -177,6 +178,17 @@ def _seconds(path: Path) -> dict[str, float]:
     for stage, spent in zip(table["stage"].to_pylist(), table["seconds"].to_pylist(), strict=True):
         seconds[stage] = seconds.get(stage, 0.0) + spent
     return seconds
+
+
+def _releases(path: Path) -> tuple[Mapping[str, Any], ...]:
+    """What the ledger holds, in its own words; a folder without one released nothing."""
+    if not path.is_file():
+        return ()
+    try:
+        ledger, _ = read_ledger(path)
+    except DataError as problem:
+        raise RunFolderError(f"{problem}; delete its folder and run again") from problem
+    return tuple({key: value for key, value in asdict(release).items() if value is not None} for release in ledger)
 
 
 def _json(path: Path, kind: type) -> Any:

@@ -13,6 +13,7 @@ from protofed.config import read_toml
 from protofed.errors import RunFolderError
 from protofed.experiments.folder import RunFolder, load_checkpoint, opened
 from protofed.experiments.run import Experiment
+from protofed.privacy.ledger import read_ledger
 
 
 def experiment(tmp_path, **settings):
@@ -29,6 +30,11 @@ def test_a_finished_folder_holds_every_file_of_the_contract(tmp_path):
     }
     assert read_toml(folder.path / "config.toml") == experiment(tmp_path).config
     assert json.loads((folder.path / "environment.json").read_text())["versions"]["torch"] == torch.__version__
+
+
+def test_the_ledger_of_a_run_is_one_that_can_be_priced(tmp_path):
+    folder = experiment(tmp_path).run(tmp_path / "run")
+    assert read_ledger(folder.path / "ledger.json") == ((), "central")
 
 
 def test_tables_have_the_columns_of_the_contract_and_are_sorted(tmp_path):

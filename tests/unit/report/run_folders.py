@@ -8,6 +8,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from protofed.privacy.ledger import Release, write_ledger
+
 Users = Mapping[str, Sequence[int]]  # how many queries a user has in each slice 0..T
 Value = Callable[[int, int, str, str, str], float]  # (tested, trained, candidates, subset, metric)
 
@@ -54,7 +56,7 @@ def write_run(
     )
     facts = environment or {"versions": {"torch": "2.13.0"}, "device": "cpu", "command": f"protofed run --seed {seed}"}
     (folder / "environment.json").write_text(json.dumps(facts), encoding="utf-8")
-    (folder / "ledger.json").write_text(json.dumps(list(ledger)), encoding="utf-8")
+    write_ledger(folder / "ledger.json", tuple(Release(**entry) for entry in ledger))
     return folder
 
 

@@ -25,7 +25,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
     for seed in (0, 1):
         write_run(root / f"frozen-{seed}", value, seed=seed)
-        write_run(root / f"sp-{seed}", value, method="protofed-sp", seed=seed, ledger=[{"noise_multiplier": 1.128}] * 3)
+        write_run(
+            root / f"sp-{seed}",
+            value,
+            method="protofed-sp",
+            seed=seed,
+            ledger=[{"noise_multiplier": 1.128, "sampling_rate": 0.05}] * 3,
+        )
     (root / "waiting").mkdir()
     (root / "waiting" / "config.toml").write_text(config_text("toy", "ewc", 0))
     return root

@@ -88,8 +88,8 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
     [
         ("config.toml", "dataset = [", "not valid TOML"),
         ("config.toml", 'method = "x"\nseed = 0\n', "must give dataset"),
-        ("ledger.json", "[{", "not valid JSON"),
-        ("ledger.json", "{}", "must hold a JSON list"),
+        ("ledger.json", "[{", "not a ledger of format"),
+        ("ledger.json", "[]", "not a ledger of format"),
         ("environment.json", "[]", "must hold a JSON dict"),
     ],
 )
