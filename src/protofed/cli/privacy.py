@@ -43,6 +43,10 @@ def privacy(
     answer: dict[str, Any] = {"claim": CLAIM, "delta": delta, "unit": "user"}
     if ledger is not None:
         releases, written = read_ledger(ledger)
+        if not releases:  # not ε = 0: what was trained without the mechanism is not in the ledger either
+            raise ConfigError(
+                f"{ledger} holds no release, so no ε applies; a method that trains without the mechanism carries no claim"
+            )
         trusted = trusted if trust else written
     else:
         if target_epsilon is not None:

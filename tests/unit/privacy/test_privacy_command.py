@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from protofed.cli.main import app
+from protofed.cli.privacy import privacy
 from protofed.errors import ConfigError
 from protofed.privacy.ledger import CLAIM, Release, write_ledger
 
@@ -52,6 +53,12 @@ def test_a_noise_gives_its_epsilon():
     rows = by_pair(answer("--noise-multiplier", "1.2", "--rate", "0.05", "--rounds", "160", "--max-uploads", "8"))
     assert rows["secure-aggregation", "server"]["uploads"] == 8
     assert round(rows["secure-aggregation", "server"]["epsilon"]["pld"]) == 12
+
+
+def test_an_empty_ledger_is_not_sold_as_epsilon_zero(tmp_path):
+    write_ledger(tmp_path / "ledger.json", ())
+    with pytest.raises(ConfigError, match="holds no release, so no ε applies"):
+        privacy(ledger=tmp_path / "ledger.json")
 
 
 def test_a_ledger_is_priced_as_a_whole(tmp_path):
