@@ -45,7 +45,7 @@ def privacy(
         releases, written = read_ledger(ledger)
         if not releases:  # not ε = 0: what was trained without the mechanism is not in the ledger either
             raise ConfigError(
-                f"{ledger} holds no release, so no ε applies; a method that trains without the mechanism carries no claim"
+                f"{ledger} holds no release, so no ε applies; methods that train without the mechanism carry no claim"
             )
         trusted = trusted if trust else written
     else:
