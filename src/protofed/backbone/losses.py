@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
-from protofed.backbone.sasrec import SASRec
+from protofed.backbone.sasrec import Embed, SASRec
 from protofed.slices.windows import NO_TARGET, Windows
 
 ElementLoss = Callable[[Tensor, Tensor], Tensor]  # positive (B, P), negatives (B, P, n; -inf where void) -> (B, P)
@@ -49,12 +49,14 @@ def window_losses(
     negatives: Int[Tensor, "W n"],
     element_loss: ElementLoss,
     prompt: Float[Tensor, "W L_p d"] | None = None,
+    embed: Embed | None = None,
 ) -> tuple[Float[Tensor, " W"], Int[Tensor, " W"]]:
     """Per window the summed loss of its targets and how many there are; a negative that is the target is void."""
-    hidden = model.hidden(windows.tokens, prompt)  # (W, L, d)
+    embed = embed or model.embed
+    hidden = model.hidden(windows.tokens, prompt, embed)  # (W, L, d)
     at_source = hidden.gather(1, windows.sources[..., None].expand(-1, -1, hidden.shape[-1]))  # (W, P, d)
-    positive = (at_source * model.embed(windows.targets)).sum(-1)
-    against = at_source @ model.embed(negatives).transpose(1, 2)  # (W, P, n)
+    positive = (at_source * embed(windows.targets)).sum(-1)
+    against = at_source @ embed(negatives).transpose(1, 2)  # (W, P, n)
     against = against.masked_fill(negatives[:, None, :] == windows.targets[..., None], -torch.inf)
     real = windows.targets != NO_TARGET
     return (element_loss(positive, against) * real).sum(-1), real.sum(-1)

@@ -7,26 +7,32 @@ from torch import Tensor
 
 from protofed.backbone.sasrec import SASRec, grown
 from protofed.backbone.training import ParameterGroups, Trainable
+from protofed.slices.histories import Histories
 from protofed.slices.stream import TimeSlice
 
 
-def cooccurrences(slice_: TimeSlice, span: int) -> tuple[np.ndarray, np.ndarray]:
-    """Pairs (item of a train event, item met by the same user at most `span` events before or after it).
+def neighbours(past: Histories, positions: np.ndarray, until: int, span: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs (index into `positions`, item the same user met at most `span` events before or after that event).
 
-    Only events before the train cut count on either side.
+    Only events before log position `until` count on either side.
     """
-    past, train_end = slice_.past, slice_.bounds[-1].train_end
     position_of_place = np.argsort(past.place, kind="stable")
-    place = past.place[slice_.train_positions]
-    users = past.users[slice_.train_positions]
+    place, users = past.place[positions], past.users[positions]
     first, last = past.start[users], past.start[users + 1]
     pairs = []
     for shift in [*range(-span, 0), *range(1, span + 1)]:
         other = place + shift
         inside = (other >= first) & (other < last)
-        inside[inside] = position_of_place[other[inside]] < train_end
-        pairs.append((past.items[place[inside]], past.items[other[inside]]))
+        inside[inside] = position_of_place[other[inside]] < until
+        pairs.append((np.flatnonzero(inside), past.items[other[inside]]))
     return np.concatenate([a for a, _ in pairs]), np.concatenate([b for _, b in pairs])
+
+
+def cooccurrences(slice_: TimeSlice, span: int) -> tuple[np.ndarray, np.ndarray]:
+    """Pairs (item of a train event, item met by the same user at most `span` events before or after it)."""
+    positions = slice_.train_positions
+    event, other = neighbours(slice_.past, positions, slice_.bounds[-1].train_end, span)
+    return slice_.past.items[slice_.past.place[positions]][event], other
 
 
 def neighbour_means(

@@ -1,6 +1,7 @@
 """SASRec (Kang and McAuley, 2018), pre-LN: the sequential recommender that is warmed up once and then frozen."""
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from protofed.config import BackboneConfig
 from protofed.seeds import seeded
 from protofed.slices.histories import BOS
 
+Embed = Callable[[Tensor], Tensor]  # items (B, n) -> rows (B, n, d); a client may have rows of its own
 ROW_SCALE = 0.4  # length of a fresh item row: short rows learn faster and over-fit later than unit ones
 
 
@@ -107,23 +109,29 @@ class SASRec(nn.Module):
         inside = items.clamp(0, self.n_rows - 1)
         return torch.where(self.knows(items)[..., None], F.embedding(inside, self.items), self.mean_row)
 
-    def token_inputs(self, tokens: Int[Tensor, "B L"]) -> Float[Tensor, "B L d"]:
+    def token_inputs(self, tokens: Int[Tensor, "B L"], embed: Embed | None = None) -> Float[Tensor, "B L d"]:
         """Input vectors of history tokens: item row or BOS, scaled, plus the position counted from the right end."""
-        x = torch.where((tokens == BOS)[..., None], self.bos, self.embed(tokens))
+        x = torch.where((tokens == BOS)[..., None], self.bos, (embed or self.embed)(tokens))
         return x * math.sqrt(self.config.width) + self.positions[-tokens.shape[1] :]
 
     def hidden(
-        self, tokens: Int[Tensor, "B L"], prompt: Float[Tensor, "B L_p d"] | None = None
+        self,
+        tokens: Int[Tensor, "B L"],
+        prompt: Float[Tensor, "B L_p d"] | None = None,
+        embed: Embed | None = None,
     ) -> Float[Tensor, "B L d"]:
-        x, mask = self._start(tokens, prompt)
+        x, mask = self._start(tokens, prompt, embed)
         for block in self.blocks:
             x = block(x, mask)
         return self.norm(x[:, -tokens.shape[1] :])  # type: ignore[no-any-return]
 
     def last_hidden(
-        self, tokens: Int[Tensor, "B L"], prompt: Float[Tensor, "B L_p d"] | None = None
+        self,
+        tokens: Int[Tensor, "B L"],
+        prompt: Float[Tensor, "B L_p d"] | None = None,
+        embed: Embed | None = None,
     ) -> Float[Tensor, "B d"]:
-        x, mask = self._start(tokens, prompt)
+        x, mask = self._start(tokens, prompt, embed)
         for place, block in enumerate(self.blocks):
             x = block(x, mask, last_only=place == len(self.blocks) - 1)
         return self.norm(x[:, -1])  # type: ignore[no-any-return]
@@ -142,8 +150,8 @@ class SASRec(nn.Module):
         lengths: Tensor = self.items.detach()[self.has_row].norm(dim=-1)
         return lengths.mean() * math.sqrt(self.config.width)
 
-    def _start(self, tokens: Tensor, prompt: Tensor | None) -> tuple[Tensor, Tensor]:
-        x = inject(prompt, self.dropout(self.token_inputs(tokens)))
+    def _start(self, tokens: Tensor, prompt: Tensor | None, embed: Embed | None) -> tuple[Tensor, Tensor]:
+        x = inject(prompt, self.dropout(self.token_inputs(tokens, embed)))
         return x, visible(tokens, 0 if prompt is None else prompt.shape[1])
 
 

@@ -24,6 +24,7 @@ from protofed.slices.windows import Windows, batches, moved, training_windows, t
 WindowLosses = Callable[[Windows], tuple[Float[Tensor, " W"], Int[Tensor, " W"]]]
 ParameterGroups = list[dict[str, Any]]  # as PyTorch's optimisers take them
 Trainable = Callable[[SASRec], ParameterGroups]
+ExtraLosses = Callable[[SASRec, Windows], Float[Tensor, " W"]]  # what a method adds to each window's summed loss
 VALIDATION_CHUNK = 512
 
 
@@ -94,9 +95,13 @@ def train(
     seed: int,
     descend: Descend,
     trainable: Trainable = everything,
+    extra: ExtraLosses | None = None,
     progress: Progress = silent,
 ) -> tuple[SASRec, Fit]:
-    """A trained copy of the model, at the epoch whose validation NDCG@10 is best (epoch 0 is the model as it came)."""
+    """A trained copy of the model, at the epoch whose validation NDCG@10 is best (epoch 0 is the model as it came).
+
+    `extra` is given the copy that is being trained and each batch: penalties, distillation, replay.
+    """
     model = copy.deepcopy(model).requires_grad_(False)
     groups = trainable(model)
     for parameter in (p for group in groups for p in group["params"]):
@@ -107,7 +112,7 @@ def train(
     for epoch in range(task.epochs):
         windows = epoch_windows(model, task, config, seed, epoch)
         newest = max(newest, int(windows.newest.max()) if len(windows) else -1)
-        steps = run_epoch(model, windows, task, config, optimiser, descend, seed, epoch)
+        steps = run_epoch(model, windows, task, config, optimiser, descend, seed, epoch, extra)
         model.refresh_mean_row()
         trace.append(validation_ndcg(model, task.slice_, config.selection))
         if best_of(trace) == epoch + 1:
@@ -139,6 +144,7 @@ def run_epoch(
     descend: Descend,
     seed: int,
     epoch: int,
+    extra: ExtraLosses | None = None,
 ) -> int:
     """One pass over the windows; returns the number of steps."""
     model.train()
@@ -151,7 +157,8 @@ def run_epoch(
             prompt = random_prompt(model, len(batch), task.prompt_rate, draws)
 
             def losses(batch: Windows, n: Tensor = negatives, p: Tensor | None = prompt) -> tuple[Tensor, Tensor]:
-                return window_losses(model, batch, n, LOSSES[config.loss], p)
+                sums, counts = window_losses(model, batch, n, LOSSES[config.loss], p)
+                return (sums if extra is None else sums + extra(model, batch)), counts
 
             descend(losses, moved(trimmed(batch), device), optimiser)
             steps += 1

@@ -40,24 +40,37 @@ class Codec(Protocol):
 
 
 class LinearCodec(nn.Module):
-    """phi(p) = W p on the unit sphere and Dec = W^T, W with orthonormal rows, so that phi(Dec(v)) = v for a unit v.
+    """phi(p) = W (p - centre) on the unit sphere and Dec(v) = centre + scale * W^T v, W with orthonormal rows.
 
-    With `normalise` off phi is the linear map itself and phi(Dec(v)) = v for every v.
+    So phi(Dec(v)) = v for a unit v. Without the centre, what all clients have in common would fill the sphere and leave
+    no room for how they differ. With `normalise` off phi is the affine map itself, and phi(Dec(v)) = scale * v.
     """
 
     rows: Tensor
+    centre: Tensor
+    scale: Tensor
 
-    def __init__(self, rows: Float[Tensor, "d_z D"], prompt_length: int, *, normalise: bool = True) -> None:
+    def __init__(
+        self,
+        rows: Float[Tensor, "d_z D"],
+        prompt_length: int,
+        *,
+        normalise: bool = True,
+        centre: Float[Tensor, " D"] | None = None,
+        scale: float = 1.0,
+    ) -> None:
         super().__init__()
         self.prompt_length, self.normalise = prompt_length, normalise
         self.register_buffer("rows", rows)
+        self.register_buffer("centre", torch.zeros_like(rows[0]) if centre is None else centre)
+        self.register_buffer("scale", torch.tensor(scale).to(rows))
 
     def encode(self, prompts: Float[Tensor, "U L_p d"]) -> Float[Tensor, "U d_z"]:
-        z = prompts.flatten(1) @ self.rows.T
+        z = (prompts.flatten(1) - self.centre) @ self.rows.T
         return unit(z) if self.normalise else z
 
     def decode(self, v: Float[Tensor, "K d_z"]) -> Float[Tensor, "K L_p d"]:
-        return (v @ self.rows).reshape(len(v), self.prompt_length, -1)
+        return (self.centre + self.scale * (v @ self.rows)).reshape(len(v), self.prompt_length, -1)
 
 
 class MlpCodec(nn.Module):
@@ -115,9 +128,10 @@ def random_linear_codec(prompt_length: int, d: int, rng: Generator, *, d_z: int 
 
 
 def pca_codec(prompts: Float[Tensor, "n L_p d"], rng: Generator, *, d_z: int = 64) -> LinearCodec:
-    """A linear codec whose rows are the main directions in which warm-up prompts differ from their mean.
+    """A linear codec around the mean of warm-up prompts, along the main directions in which they differ from it.
 
-    Directions that the prompts do not span are filled up with random ones.
+    Directions that the prompts do not span are filled up with random ones; the scale is the prompts' typical distance
+    from their mean within those directions.
     """
     flat = prompts.detach().flatten(1).double().cpu()
     centred = flat - flat.mean(0)
@@ -126,7 +140,8 @@ def pca_codec(prompts: Float[Tensor, "n L_p d"], rng: Generator, *, d_z: int = 6
     main = directions.T.flip(0)[: min(spanned, d_z)]
     sign = main.gather(1, main.abs().argmax(1, keepdim=True)).sign()  # the library's choice of sign is arbitrary
     rows = _completed((main * sign).float(), d_z, rng)
-    return LinearCodec(rows.to(prompts), prompts.shape[1])
+    spread = float((centred.float() @ rows.T).norm(dim=-1).median()) or 1.0
+    return LinearCodec(rows.to(prompts), prompts.shape[1], centre=flat.mean(0).float().to(prompts), scale=spread)
 
 
 def _completed(rows: Float[Tensor, "n D"], d_z: int, rng: Generator) -> Float[Tensor, "d_z D"]:

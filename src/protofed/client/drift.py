@@ -15,7 +15,7 @@ class DriftState:
     mean: Float[Tensor, "U d_z"]  # rolling mean of h; void before the first period
     step: Float[Tensor, "U d_z"]  # its last movement, by coordinate
     total: Float[Tensor, " U"]  # sum of the lengths of all movements
-    periods: Int[Tensor, " U"]  # T_u: sessions observed
+    periods: Int[Tensor, " U"]  # T_u: periods observed; in the simulator a period is a slice
 
     @property
     def drift(self) -> Float[Tensor, " U"]:

@@ -32,7 +32,8 @@ def relative_lambda(grad: Float[Tensor, "U L_p d"], ratio: float, *, by_row: boo
     The printed 1e-4 to 1e-3 lies below nearly all entries and leaves every coordinate alive.
     """
     size = grad.norm(dim=-1) if by_row else grad.abs().flatten(1)
-    return ratio * size.median(-1).values
+    middle = size.sort(-1).values[:, (size.shape[-1] - 1) // 2]  # `median` has no reproducible CUDA kernel
+    return ratio * middle
 
 
 def sparsity(x: Float[Tensor, "U L_p d"]) -> Float[Tensor, " U"]:
@@ -120,9 +121,9 @@ class AdamWState:
 
 
 def adamw_start(prompts: Float[Tensor, "U L_p d"]) -> AdamWState:
-    """The state before the first step."""
-    zeros = torch.zeros_like(prompts)
-    return AdamWState(zeros, zeros, torch.zeros(len(prompts), dtype=torch.long, device=prompts.device))
+    """The state before the first step; its moments may be written in place, so they are two tensors."""
+    steps = torch.zeros(len(prompts), dtype=torch.long, device=prompts.device)
+    return AdamWState(torch.zeros_like(prompts), torch.zeros_like(prompts), steps)
 
 
 def adamw_step(

@@ -214,6 +214,11 @@ NOTES: dict[tuple[Trust, Adversary], str] = {
 }
 
 
+def rounded_up(price: float) -> float | None:
+    """An ε to four decimals, upwards, because it is an upper bound; None where nothing is promised."""
+    return math.ceil(price * 1e4 - 1e-6) / 1e4 if math.isfinite(price) else None
+
+
 def check_delta(delta: float) -> None:
     """Refuse a δ that no accounting has a meaning for."""
     if not 0 < delta < 1:
