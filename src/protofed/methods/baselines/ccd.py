@@ -1,0 +1,307 @@
+"""CCD: a large teacher and a small student that teach each other, slice after slice.
+
+Lee et al., "Continual Collaborative Distillation for Recommender System", KDD 2024.
+
+What we implement, per slice: (1) the student is generated from the teacher as the slice found it, by list-wise relaxed
+ranking distillation of the teacher's top items beside L_rec on the previous train part (the base block's at first, from
+scratch; later from the last student, without which averages of weights would mean nothing); (2) two proxies follow the
+generated students, S slowly (0.9) for stability and P fast (0.1) for plasticity; (3) the student learns the slice,
+replaying items that S and P rank higher than it does, with their σ(score) as soft labels; (4) the teacher learns the
+slice, replaying items of S, P and the updated student. Replay weighs λ exp(-epoch / 10). λ = 0 makes the teacher
+FineTune-Last bit for bit.
+How it differs: one teacher, a SASRec like everybody's, and a student of a quarter of its width with one block. SASRec
+has no user rows, so proxies average all weights, a "user" is the history at a window's end, item-side distillation is
+left out, and items the window itself holds are not replayed. Ranks are over 1,000 uniform items and the teacher's top
+100. Replayed items are drawn anew at every step against the model in training (the published code keeps the initial
+scores). The teacher's LWC-KD and PIW terms are left out, negatives are drawn as for every method, and all slices share
+one setting. Softmax scores have no natural zero, so σ(score) can lie close to 1 and labels be hardly soft; the log's
+`soft_label` tells. The teacher is scored, having the same capacity as the others; `scored="student"` gives the student.
+Privacy: teacher, student and proxies are functions of weights, free where those are released privately; the student's
+own training is a second stream of private steps to be paid for. Soft labels are computed within each window's loss.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Generator, Tensor
+
+from protofed.backbone.losses import draw_negatives
+from protofed.backbone.sasrec import SASRec, at_rest, grown
+from protofed.backbone.training import Descend, ExtraLosses, Fit, Task, train
+from protofed.config import BackboneConfig
+from protofed.methods.baselines.buffer import Tally, fine_tuned, real_targets, within
+from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, started
+from protofed.methods.protocol import Diagnostics, World
+from protofed.progress import Progress
+from protofed.seeds import stream
+from protofed.slices.histories import Queries
+from protofed.slices.leaks import Evidence
+from protofed.slices.stream import TimeSlice
+from protofed.slices.windows import Windows
+
+VOID = -1e9  # below every score, and still finite
+
+
+@dataclass(frozen=True, slots=True)
+class CCDState:
+    """The teacher, the student after its last update, and the proxies of all generated students so far."""
+
+    teacher: BackboneState
+    student: SASRec
+    stable: SASRec
+    plastic: SASRec
+    generations: int
+
+
+@dataclass(slots=True)
+class Clock:
+    """A progress that remembers the epoch: the training tells it at each epoch's end."""
+
+    tell: Progress
+    epoch: int = 0
+
+    def __call__(self, task: str, done: int | float, total: int | float | None, note: str = "") -> None:
+        self.epoch = int(done)
+        self.tell(task, done, total, note)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model to replay from, and how many items of each user."""
+
+    model: SASRec
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Items to replay for each window, with soft labels; `valid` says which are real."""
+
+    items: Int[Tensor, "W n"]
+    labels: Float[Tensor, "W n"]
+    valid: Bool[Tensor, "W n"]
+
+
+def student_config(config: BackboneConfig) -> BackboneConfig:
+    """A quarter of the width (a multiple of the heads) and one block."""
+    return replace(config, width=config.heads * max(1, config.width // (4 * config.heads)), layers=1)
+
+
+def relaxed_ranking_loss(interesting: Float[Tensor, "W K"], others: Float[Tensor, "W n"]) -> Float[Tensor, " W"]:
+    """-log probability that the interesting items come in this order, all before the others, whose order is free."""
+    rest = others.logsumexp(-1, keepdim=True)
+    left = torch.cat([rest, interesting.flip(-1)], dim=-1).logcumsumexp(-1)[:, 1:].flip(-1)  # (W, K) still to place
+    return (left - interesting).sum(-1)
+
+
+def averaged(proxy: SASRec, student: SASRec, keep: float) -> SASRec:
+    """keep times the proxy plus 1 - keep times the student, over all weights; rows the proxy lacks are copied."""
+    model = grown(proxy, student.n_rows)
+    fresh = student.has_row & ~model.has_row
+    with torch.no_grad():
+        for mine, its in zip(model.parameters(), student.parameters(), strict=True):
+            mine.copy_(keep * mine + (1 - keep) * its)
+        model.items[fresh] = student.items[fresh]
+    model.has_row = student.has_row.clone()
+    model.refresh_mean_row()
+    return at_rest(model)
+
+
+def ranks(scores: Float[Tensor, "W K"]) -> Int[Tensor, "W K"]:
+    """Each item's place in its row, 0 for the highest score."""
+    return scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+
+
+def merged(parts: list[Chosen]) -> Chosen:
+    """All chosen items; one chosen more than once counts once, with its largest label."""
+    items, labels, valid = (torch.cat([getattr(p, name) for p in parts], dim=1) for name in Chosen.__slots__)
+    same = (items[:, :, None] == items[:, None, :]) & valid[:, :, None] & valid[:, None, :]
+    largest = torch.where(same, labels[:, None, :], 0.0).amax(-1)
+    again = (same & torch.ones_like(same).tril(-1)).any(-1)
+    return Chosen(items, torch.where(valid, largest, labels), valid & ~again)
+
+
+def soft_loss(scores: Float[Tensor, "W n"], chosen: Chosen) -> Float[Tensor, " W"]:
+    """Mean binary cross-entropy of each window's valid items with their soft labels."""
+    each = F.binary_cross_entropy_with_logits(scores, chosen.labels, reduction="none") * chosen.valid
+    return each.sum(-1) / chosen.valid.sum(-1).clamp(min=1)
+
+
+def candidate_pool(
+    teacher: SASRec, hidden: Float[Tensor, "W d"], n_items: int, uniform: int, top: int, rng: Generator
+) -> Int[Tensor, "W K"]:
+    """Uniform items, the same for the batch, and each window's top items of the teacher, sorted; or all items."""
+    if n_items <= uniform + top:
+        return torch.arange(n_items, device=hidden.device).expand(len(hidden), -1)
+    drawn = draw_negatives(1, uniform, n_items, rng).to(hidden.device).expand(len(hidden), -1)
+    best = teacher.scores(hidden, n_items).topk(top, dim=-1).indices
+    return torch.cat([drawn, best], dim=1).sort(dim=1).values
+
+
+def unusable(pool: Int[Tensor, "W K"], batch: Windows) -> Bool[Tensor, "W K"]:
+    """Places that repeat the item before them, or whose item the window's user has met in it."""
+    repeated = F.pad(pool[:, 1:] == pool[:, :-1], (1, 0), value=False)
+    met = torch.cat([batch.tokens, batch.targets], dim=1)
+    return repeated | (pool[:, :, None] == met[:, None, :]).any(-1)
+
+
+def item_scores(model: SASRec, hidden: Float[Tensor, "W d"], items: Int[Tensor, "W n"]) -> Float[Tensor, "W n"]:
+    """Each window's own items as the model scores them."""
+    return (model.embed(items) @ hidden[..., None])[..., 0]
+
+
+def drawn_by_rank(
+    logits: Float[Tensor, "W K"], allowed: Bool[Tensor, "W K"], n: int, rng: Generator
+) -> tuple[Int[Tensor, "W m"], Bool[Tensor, "W m"]]:
+    """n allowed places of each row without replacement, in proportion to exp(logit), and which of them are real."""
+    uniform = torch.rand(logits.shape, generator=rng).clamp(min=1e-20).to(logits.device)
+    perturbed = logits - (-uniform.log()).log()
+    places = perturbed.masked_fill(~allowed, -torch.inf).topk(min(n, logits.shape[1]), dim=-1).indices
+    return places, allowed.gather(1, places)
+
+
+@dataclass(frozen=True, slots=True)
+class CCD:
+    """Continual collaborative distillation; `weight` is λ of the replay."""
+
+    weight: float = 0.5
+    keep_stable: float = 0.9
+    keep_plastic: float = 0.1
+    n_stable: int = 3
+    n_plastic: int = 3
+    n_student: int = 3
+    top: int = 100
+    pool: int = 1_000
+    sharpness: float = 1e-4
+    anneal: float = 10.0
+    distillation: float = 0.01
+    distilled_top: int = 40
+    scored: Literal["teacher", "student"] = "teacher"
+
+    def __post_init__(self) -> None:
+        within("weight", self.weight, 0, 1e6)
+        within("keep_stable", self.keep_stable, 0, 1)
+        within("keep_plastic", self.keep_plastic, 0, 1)
+        within("n_stable + n_plastic", self.n_stable + self.n_plastic, 1, self.top)
+        within("n_student", self.n_student, 0, self.top)
+        within("anneal", self.anneal, 1e-9, 1e9)
+        within("distilled_top", self.distilled_top, 1, 10_000)
+
+    def start(self, world: World) -> CCDState:
+        """The backbone as the teacher, and a student that knows nothing yet."""
+        config, teacher = student_config(world.config.backbone), world.backbone
+        student = SASRec(config, teacher.n_rows, stream(world.config.seed, "ccd", "student"))
+        student.has_row = teacher.has_row.cpu().clone()
+        student.refresh_mean_row()
+        student = at_rest(student.to(teacher.items.device))
+        return CCDState(started(world), student, student, student, 0)
+
+    def learn(self, world: World, state: CCDState, slice_: TimeSlice, descend: Descend) -> tuple[CCDState, Diagnostics]:
+        generated, distilled = self._generated(world, state, slice_, descend)
+        first = state.generations == 0
+        stable = generated if first else averaged(state.stable, generated, self.keep_stable)
+        plastic = generated if first else averaged(state.plastic, generated, self.keep_plastic)
+        sources = [Source(stable, self.n_stable), Source(plastic, self.n_plastic)]
+        found = state.teacher.backbone
+        pupil = replace(state.teacher, backbone=generated)
+        student, _, studied = self._updated(world, pupil, found, slice_, descend, sources)
+        sources = [*sources, Source(student.backbone, self.n_student)]
+        teacher, replayed, fit = self._updated(world, state.teacher, found, slice_, descend, sources)
+        learned = CCDState(teacher, student.backbone, stable, plastic, state.generations + 1)
+        steps = {"distilled_ndcg10": distilled.trace, "student_ndcg10": studied["validation_ndcg10"]}
+        return learned, {**fit, **replayed, **steps}
+
+    def _generated(self, world: World, state: CCDState, slice_: TimeSlice, descend: Descend) -> tuple[SASRec, Fit]:
+        """The student after distillation from the teacher that the slice found."""
+        settings = world.config.training
+        if state.generations == 0:  # from scratch, where a small cap of epochs would make it weak
+            task = Task(world.base, world.base.train_positions, settings.base_epochs, settings.learning_rate)
+        else:
+            previous = np.arange(*slice_.bounds[-2].part("train"))
+            task = Task(slice_, previous, settings.slice_epochs, settings.slice_learning_rate)
+        return train(
+            state.student,
+            task,
+            settings,
+            seed=world.config.seed,
+            descend=descend,
+            extra=self._imitation(world, state.teacher.backbone, slice_),
+            progress=world.progress,
+        )
+
+    def _imitation(self, world: World, teacher: SASRec, slice_: TimeSlice) -> ExtraLosses | None:
+        """The teacher's top items at each window's end, in its order, before uniform others."""
+        if self.distillation == 0:
+            return None
+        rng, n_items = stream(world.config.seed, "ccd", "distil", slice_.index), teacher.n_rows
+        n, k = world.config.training.negatives, max(1, min(self.distilled_top, n_items // 2))
+
+        def extra(model: SASRec, batch: Windows) -> Tensor:
+            with torch.no_grad():
+                best = teacher.scores(teacher.last_hidden(batch.tokens), n_items).topk(k, dim=-1).indices
+            drawn = draw_negatives(len(batch), n, n_items, rng).to(best.device)
+            scores = item_scores(model, model.last_hidden(batch.tokens), torch.cat([best, drawn], dim=1))
+            void = (drawn[:, :, None] == best[:, None, :]).any(-1)
+            loss = relaxed_ranking_loss(scores[:, :k], scores[:, k:].masked_fill(void, VOID))
+            return self.distillation * loss * real_targets(batch)
+
+        return extra
+
+    def _updated(
+        self,
+        world: World,
+        learner: BackboneState,
+        teacher: SASRec,
+        slice_: TimeSlice,
+        descend: Descend,
+        sources: list[Source],
+    ) -> tuple[BackboneState, dict[str, float], Diagnostics]:
+        """The learner after the slice and the replay from these sources, what it replayed, and how it went."""
+        tally, clock = Tally(), Clock(world.progress)
+        extra = self._replay(world, teacher, slice_, sources, clock, tally) if self.weight > 0 else None
+        learned, fit = fine_tuned(replace(world, progress=clock), learner, slice_, descend, extra)
+        return learned, {"replay_loss": 0.0, "replayed_items": 0.0, "soft_label": 0.0} | tally.means(), fit
+
+    def _replay(
+        self, world: World, teacher: SASRec, slice_: TimeSlice, sources: list[Source], clock: Clock, tally: Tally
+    ) -> ExtraLosses:
+        """Soft-labelled items of the sources at each window's end, with a weight that fades over the epochs."""
+        n_items, rng = slice_.n_train_items, stream(world.config.seed, "ccd", "replay", slice_.index, len(sources))
+
+        def extra(model: SASRec, batch: Windows) -> Tensor:
+            hidden = model.last_hidden(batch.tokens)
+            with torch.no_grad():
+                pool = candidate_pool(teacher, teacher.last_hidden(batch.tokens), n_items, self.pool, self.top, rng)
+                void, mine = unusable(pool, batch), item_scores(model, hidden, pool)
+                chosen = merged([self._chosen(source, batch, pool, void, mine, rng) for source in sources])
+            losses = soft_loss(item_scores(model, hidden, chosen.items), chosen)
+            tally.add("replay_loss", losses.sum(), len(losses))
+            tally.add("replayed_items", chosen.valid.sum(), len(losses))
+            tally.add("soft_label", (chosen.labels * chosen.valid).sum(), chosen.valid.sum())
+            return self.weight * math.exp(-clock.epoch / self.anneal) * losses * real_targets(batch)
+
+        return extra
+
+    def _chosen(
+        self, source: Source, batch: Windows, pool: Tensor, void: Tensor, mine: Tensor, rng: Generator
+    ) -> Chosen:
+        """Items among the source's top, likelier the further the learner ranks them below the source."""
+        its = item_scores(source.model, source.model.last_hidden(batch.tokens), pool)
+        void = void | ~source.model.knows(pool)
+        its_rank, my_rank = ranks(its.masked_fill(void, VOID)), ranks(mine.masked_fill(void, VOID))
+        allowed = ~void & (its_rank < self.top)
+        places, valid = drawn_by_rank(self.sharpness * (my_rank - its_rank), allowed, source.n, rng)
+        return Chosen(pool.gather(1, places), its.gather(1, places).sigmoid(), valid)
+
+    def score(self, world: World, state: CCDState, queries: Queries) -> Float[Tensor, "B I"]:
+        if self.scored == "student":
+            return backbone_scores(replace(state.teacher, backbone=state.student), queries)
+        return backbone_scores(state.teacher, queries)
+
+    def evidence(self, state: CCDState) -> Evidence:
+        return backbone_evidence(state.teacher)

@@ -1,0 +1,217 @@
+"""What the regularisation baselines share: a slice's fine-tuning, quadratic anchors, per-example gradients."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from protofed.backbone.new_items import with_new_rows
+from protofed.backbone.sasrec import SASRec
+from protofed.backbone.training import Descend, ExtraLosses, Fit, Task, Trainable, everything, train
+from protofed.methods.frozen import BackboneState
+from protofed.methods.protocol import World
+from protofed.progress import Progress
+from protofed.seeds import numpy_stream, stream
+from protofed.slices.histories import tokens_ending_at
+from protofed.slices.stream import TimeSlice
+from protofed.slices.windows import NO_TARGET, Windows
+
+Weights = Mapping[str, Tensor]  # by the parameter's name
+Objective = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden (d,), logits (C,), chosen candidate () -> scalar
+CHUNK = 32  # examples whose gradients are held at once
+
+
+@dataclass(frozen=True, slots=True)
+class AnchoredState(BackboneState):
+    """A backbone, the weights it is drawn back to, and how much each of them matters."""
+
+    anchor: dict[str, Tensor]
+    importance: dict[str, Tensor]
+
+
+@dataclass(slots=True)
+class RunningMean:
+    """The mean of what it was shown, for the log; nothing leaves the device before it is read."""
+
+    total: Tensor | float = 0.0
+    count: int = 0
+
+    def add(self, values: Tensor) -> None:
+        self.total = self.total + values.detach().sum()
+        self.count += values.numel()
+
+    def value(self) -> float:
+        return float(self.total) / max(self.count, 1)
+
+
+def fine_tuned(
+    world: World,
+    first: SASRec,
+    slice_: TimeSlice,
+    descend: Descend,
+    *,
+    extra: ExtraLosses | None = None,
+    trainable: Trainable = everything,
+    progress: Progress | None = None,
+) -> tuple[SASRec, Fit]:
+    """`first` trained on the slice's train part as FineTune-Last would, plus what the method adds to the loss."""
+    training = world.config.training
+    task = Task(slice_, slice_.train_positions, training.slice_epochs, training.slice_learning_rate)
+    return train(
+        first,
+        task,
+        training,
+        seed=world.config.seed,
+        descend=descend,
+        trainable=trainable,
+        extra=extra,
+        progress=progress or world.progress,
+    )
+
+
+def drawn_back(
+    world: World, state: AnchoredState, slice_: TimeSlice, descend: Descend, strength: float
+) -> tuple[SASRec, Fit, float]:
+    """The slice fine-tuned under strength * sum of importance * (weight - anchor)^2, and the mean of that penalty."""
+    seen = RunningMean()
+    device = state.backbone.items.device
+    extra = drawing_back(strength, on(state.anchor, device), on(state.importance, device), seen)
+    model, fit = fine_tuned(world, with_new_rows(state.backbone, slice_)[0], slice_, descend, extra=extra)
+    return model, fit, seen.value()
+
+
+def drawing_back(strength: float, anchor: Weights, importance: Weights, seen: RunningMean) -> ExtraLosses | None:
+    """The penalty as an addition to each window's summed loss, so that the mean loss gains it once; None for 0."""
+    if strength == 0:
+        return None
+
+    def extra(model: SASRec, batch: Windows) -> Float[Tensor, " W"]:
+        penalty = strength * quadratic(dict(model.named_parameters()), anchor, importance)
+        seen.add(penalty)
+        return penalty * n_targets(batch)
+
+    return extra
+
+
+def quadratic(weights: Weights, anchor: Weights, importance: Weights) -> Float[Tensor, ""]:
+    """Sum of importance * (weight - anchor)^2; item rows that are younger than the anchor are free."""
+    parts = [(importance[name] * (weights[name][: len(old)] - old) ** 2).sum() for name, old in anchor.items()]
+    return torch.stack(parts).sum()
+
+
+def n_targets(batch: Windows) -> Int[Tensor, " W"]:
+    return (batch.targets != NO_TARGET).sum(-1)
+
+
+def weights_of(model: SASRec) -> dict[str, Tensor]:
+    """A copy of every weight, by name."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def zeros_of(model: SASRec) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+
+
+def on(weights: Weights, device: torch.device) -> dict[str, Tensor]:
+    """The same weights on a device: a state that comes from a file holds its dictionaries on the CPU."""
+    return {name: tensor.to(device) for name, tensor in weights.items()}
+
+
+def padded(old: Weights, like: Weights) -> dict[str, Tensor]:
+    """`old` in the shapes of `like`, on its device; rows that `old` does not have are zero."""
+    bigger = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+    for name, tensor in old.items():
+        bigger[name][: len(tensor)] = tensor
+    return bigger
+
+
+def scaled_to_mean_one(importance: Weights) -> tuple[dict[str, Tensor], float]:
+    """The importances divided by the mean of those that are not zero, and that mean."""
+    total = sum(float(tensor.double().sum()) for tensor in importance.values())
+    mean = total / max(sum(int((tensor != 0).sum()) for tensor in importance.values()), 1)
+    return {name: tensor / (mean or 1.0) for name, tensor in importance.items()}, mean
+
+
+def share_above_zero(importance: Weights) -> float:
+    """Which part of all weights has an importance."""
+    positive = sum(int((tensor > 0).sum()) for tensor in importance.values())
+    return positive / sum(tensor.numel() for tensor in importance.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """Some train events as ranking questions: a history and candidates, of which the first is what was met."""
+
+    tokens: Int[Tensor, "N L"]
+    candidates: Int[Tensor, "N C"]
+    newest: int  # log position of the newest event among them
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def drawn_examples(world: World, slice_: TimeSlice, n: int, n_negatives: int, purpose: str) -> Examples:
+    """Up to `n` of the slice's train events, each with uniform negatives other than its own item."""
+    names = (world.config.seed, purpose, slice_.index)
+    train, past = slice_.train_positions, slice_.past
+    positions = numpy_stream(*names).choice(train, min(n, len(train)), replace=False)
+    users, length = past.users[positions].astype(np.int64), world.config.backbone.history_length
+    tokens = tokens_ending_at(past, users, past.before[positions], length)
+    positive = torch.from_numpy(past.items[past.place[positions]])[:, None]
+    others = torch.randint(slice_.n_train_items - 1, (len(positions), n_negatives), generator=stream(*names))
+    candidates = torch.cat([positive, others + (others >= positive)], dim=1)
+    device = world.backbone.items.device
+    return Examples(tokens.to(device), candidates.to(device), int(positions.max(initial=-1)))
+
+
+def first_places(items: Int[Tensor, "B K"]) -> Int[Tensor, "B K"]:
+    """Where in its row each item stands for the first time."""
+    return (items[:, :, None] == items[:, None, :]).int().argmax(-1)
+
+
+class _Asking(nn.Module):
+    """A backbone as a function of one history and its candidates: the shape that `functional_call` wants."""
+
+    def __init__(self, model: SASRec) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Int[Tensor, " L"], candidates: Int[Tensor, " C"]) -> tuple[Tensor, Tensor]:
+        hidden = self.model.last_hidden(tokens[None])[0]
+        return hidden, self.model.embed(candidates) @ hidden
+
+
+def mean_gradient_sizes(
+    model: SASRec, examples: Examples, chosen: Int[Tensor, " N"], objective: Objective, size: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Per weight the mean over examples of `size` of the objective's gradient, one example at a time, no dropout.
+
+    Each example sees a table of its own items only, so that its gradient never has the size of the catalogue.
+    """
+    asking, totals = _Asking(model), zeros_of(model)
+    shared = {f"model.{name}": weight.detach() for name, weight in model.named_parameters() if name != "items"}
+
+    def one(weights: Weights, rows: Tensor, known: Tensor, tokens: Tensor, asked: Tensor, choice: Tensor) -> Tensor:
+        local = {**weights, "model.items": rows, "model.has_row": known}
+        with sdpa_kernel(SDPBackend.MATH):  # the one that vmap knows how to batch
+            hidden, logits = functional_call(asking, local, (tokens, asked))
+        return objective(hidden, logits, choice)
+
+    gradients: Callable[..., tuple[dict[str, Tensor], Tensor]]
+    gradients = vmap(grad(one, argnums=(0, 1)), in_dims=(None, 0, 0, 0, 0, 0))
+    for start in range(0, len(examples), CHUNK):
+        part = slice(start, start + CHUNK)
+        tokens, candidates = examples.tokens[part], examples.candidates[part]
+        items = torch.cat([tokens, candidates], dim=1)  # (B, L + C)
+        place, inside = first_places(items), items.clamp(0, model.n_rows - 1)
+        places = torch.where(items < 0, items, place).split([tokens.shape[1], candidates.shape[1]], dim=1)
+        dense, rows = gradients(shared, model.items.detach()[inside], model.knows(items), *places, chosen[part])
+        totals["items"].index_add_(0, inside.flatten(), size(rows).flatten(0, 1))
+        for name, gradient in dense.items():
+            totals[name.removeprefix("model.")] += size(gradient).sum(0)
+    return {name: total / max(len(examples), 1) for name, total in totals.items()}

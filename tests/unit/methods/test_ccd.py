@@ -1,0 +1,243 @@
+"""Teacher, student and proxies: each loss and each choice by hand, then what they do to each other over two slices."""
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from worlds import LENGTH, questions, random_model, shuffled_after, tiny_config, tiny_log, tiny_stream, warmed_up
+
+from protofed.backbone import training
+from protofed.backbone.training import PlainDescent
+from protofed.config import BackboneConfig
+from protofed.errors import ConfigError
+from protofed.methods.baselines.buffer import Tally
+from protofed.methods.baselines.ccd import (
+    CCD,
+    Chosen,
+    Clock,
+    Source,
+    averaged,
+    candidate_pool,
+    drawn_by_rank,
+    merged,
+    ranks,
+    relaxed_ranking_loss,
+    soft_loss,
+    student_config,
+    unusable,
+)
+from protofed.methods.baselines.finetune_last import FineTuneLast
+from protofed.methods.protocol import World
+from protofed.methods.state import pack, unpack
+from protofed.progress import silent
+from protofed.seeds import stream
+from protofed.slices.histories import BOS, PAD
+from protofed.slices.stream import SliceStream
+from protofed.slices.windows import NO_TARGET, Windows, take, training_windows
+
+
+def world_of(data=None):
+    return World(tiny_config(training__base_epochs=3), (data or tiny_stream()).slice_(0), warmed_up()[0])
+
+
+def learn_on(method, data=None):
+    world = world_of(data)
+    return method.learn(world, method.start(world), (data or tiny_stream()).slice_(1), PlainDescent())
+
+
+learn = cache(learn_on)
+
+
+def same(one, other):
+    one, other = pack(one), pack(other)
+    return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
+
+
+def batch_of(n):
+    slice_, rng = tiny_stream().slice_(1), np.random.default_rng(0)
+    return take(
+        training_windows(slice_.past, slice_.train_positions, length=LENGTH, stride=6, rng=rng), torch.arange(n)
+    )
+
+
+def test_the_ranking_loss_is_the_probability_of_drawing_the_interesting_items_in_order():
+    interesting, others = torch.tensor([[1.0, 0.5, -1.0]]), torch.tensor([[0.2, -0.3]])
+    left, probability = [math.exp(s) for s in [1.0, 0.5, -1.0, 0.2, -0.3]], 1.0
+    for _ in range(3):
+        probability *= left[0] / sum(left)
+        left = left[1:]
+    assert relaxed_ranking_loss(interesting, others).item() == pytest.approx(-math.log(probability), rel=1e-5)
+
+
+def test_a_proxy_moves_by_its_share_and_copies_rows_it_lacks():
+    proxy, student = random_model(3), random_model(5, seed=1)
+    student.has_row[4] = False
+    student.refresh_mean_row()
+    found = averaged(proxy, student, 0.9)
+    assert torch.allclose(found.items[:3], 0.9 * proxy.items + 0.1 * student.items[:3])
+    assert torch.equal(found.items[3], student.items[3])
+    assert torch.allclose(found.positions, 0.9 * proxy.positions + 0.1 * student.positions)
+    assert found.has_row.tolist() == [True, True, True, True, False]
+    assert torch.allclose(found.mean_row, found.items[:4].mean(0))
+    assert same(averaged(student, student, 0.0), student)
+    assert not found.items.requires_grad
+
+
+def test_an_item_chosen_twice_counts_once_with_its_largest_label():
+    one = Chosen(torch.tensor([[4, 7]]), torch.tensor([[0.2, 0.9]]), torch.tensor([[True, True]]))
+    two = Chosen(torch.tensor([[4, 7]]), torch.tensor([[0.6, 0.99]]), torch.tensor([[True, False]]))
+    found = merged([one, two])
+    assert found.items.tolist() == [[4, 7, 4, 7]]
+    assert found.valid.tolist() == [[True, True, False, False]]
+    assert found.labels[0, :2].tolist() == pytest.approx([0.6, 0.9])
+    scores = torch.tensor([[1.0, -2.0, 50.0, 50.0]])
+    by_hand = [-(y * math.log(p) + (1 - y) * math.log(1 - p)) for y, p in [(0.6, 0.731059), (0.9, 0.119203)]]
+    assert soft_loss(scores, found).item() == pytest.approx(sum(by_hand) / 2, rel=1e-4)
+
+
+def test_ranks_by_hand():
+    assert ranks(torch.tensor([[0.1, 3.0, -1.0, 2.0]])).tolist() == [[2, 0, 3, 1]]
+
+
+def test_repeated_places_and_items_of_the_window_are_not_replayed():
+    batch = Windows(
+        users=torch.tensor([0]),
+        tokens=torch.tensor([[PAD, BOS, 3]]),
+        sources=torch.tensor([[1, 2]]),
+        targets=torch.tensor([[5, NO_TARGET]]),
+        newest=torch.tensor([9]),
+    )
+    assert unusable(torch.tensor([[0, 3, 4, 4, 5, 6]]), batch).tolist() == [[False, True, False, True, True, False]]
+
+
+def test_the_pool_is_all_items_or_a_sample_with_the_teachers_favourites():
+    teacher, hidden = random_model(200), torch.randn(3, 8, generator=stream(0, "h"))
+    everything = candidate_pool(teacher, hidden, 200, 150, 50, stream(0, "t"))
+    assert everything.tolist() == [list(range(200))] * 3
+    pool = candidate_pool(teacher, hidden, 200, 20, 5, stream(0, "t"))
+    drawn = torch.randint(200, (1, 20), generator=stream(0, "t"))[0].tolist()
+    for row in range(3):
+        best = (hidden[row] @ teacher.items.detach().T).topk(5).indices.tolist()
+        assert pool[row].tolist() == sorted(drawn + best)
+
+
+def test_draws_follow_their_logits_and_never_leave_what_is_allowed():
+    logits = torch.tensor([0.0, math.log(3.0), 9.0]).expand(6_000, -1)
+    allowed = torch.tensor([True, True, False]).expand(6_000, -1)
+    places, valid = drawn_by_rank(logits, allowed, 1, stream(0, "t"))
+    assert valid.all()
+    assert float((places == 1).float().mean()) == pytest.approx(0.75, abs=0.02)
+    places, valid = drawn_by_rank(logits[:50], allowed[:50], 3, stream(0, "t"))
+    assert valid.sum(1).tolist() == [2] * 50
+    assert all(set(row[ok].tolist()) == {0, 1} for row, ok in zip(places, valid, strict=True))
+
+
+def test_a_student_has_a_quarter_of_the_width_and_one_block():
+    paper = student_config(BackboneConfig(width=256, heads=4))
+    assert (paper.width, paper.layers, paper.heads) == (64, 1, 4)
+    assert student_config(BackboneConfig(width=6, heads=2)).width == 2
+
+
+def test_the_replay_is_the_soft_loss_of_the_sources_top_items_fading_with_the_epochs():
+    world, slice_, batch, clock = world_of(), tiny_stream().slice_(1), batch_of(5), Clock(silent)
+    learner, source = warmed_up()[0], random_model(100, width=4, layers=1, history_length=LENGTH).requires_grad_(False)
+    method, tally = CCD(weight=0.8, top=3, n_stable=3, n_plastic=0), Tally()
+    added = [method._replay(world, learner, slice_, [Source(source, 3)], clock, tally)(learner, batch)]
+    clock("slice 1", 5, 30)
+    added.append(method._replay(world, learner, slice_, [Source(source, 3)], clock, tally)(learner, batch))
+    for row in range(5):
+        met = {*batch.tokens[row].tolist(), *batch.targets[row].tolist()}
+        its = source.last_hidden(batch.tokens[row : row + 1])[0] @ source.items.T
+        top = sorted((i for i in range(100) if i not in met), key=lambda i: -float(its[i]))[:3]
+        mine = learner.last_hidden(batch.tokens[row : row + 1])[0] @ learner.embed(torch.tensor(top)).T
+        loss = F.binary_cross_entropy_with_logits(mine, its[top].sigmoid()).item()
+        targets = int((batch.targets[row] != NO_TARGET).sum())
+        assert added[0][row].item() == pytest.approx(0.8 * loss * targets, rel=1e-4)
+        assert added[1][row].item() == pytest.approx(0.8 * math.exp(-0.5) * loss * targets, rel=1e-4)
+    assert tally.means()["replayed_items"] == 3
+
+
+def test_without_replay_the_teacher_is_finetune_last_bit_for_bit():
+    state, diagnostics = learn(CCD(weight=0.0))
+    assert same(state.teacher, learn(FineTuneLast())[0])
+    assert diagnostics["replay_loss"] == 0
+
+
+def test_replay_changes_the_teachers_scores_and_the_log_says_what_was_replayed():
+    _, queries = questions()
+    state, diagnostics = learn(CCD())
+    plain, _ = learn(FineTuneLast())
+    scores = CCD().score(world_of(), state, queries)
+    assert not torch.allclose(scores, FineTuneLast().score(world_of(), plain, queries), atol=1e-3)
+    assert diagnostics["replay_loss"] > 0.01
+    assert 1 < diagnostics["replayed_items"] <= 9
+    assert 0 < diagnostics["soft_label"] < 1
+
+
+def test_the_student_is_distilled_and_distillation_draws_it_to_the_teachers_order():
+    world, slice_ = world_of(), tiny_stream().slice_(1)
+    asked, queries = questions(0, "val")
+    teacher = warmed_up()[0]
+    wanted = teacher.scores(teacher.last_hidden(queries.tokens), asked.n_items)
+    agreement = []
+    for strength in (0.0, 0.5):
+        method = CCD(distillation=strength)
+        student, fit = method._generated(world, method.start(world), slice_, PlainDescent())
+        found = student.scores(student.last_hidden(queries.tokens), asked.n_items)
+        agreement.append(float(torch.corrcoef(torch.stack([wanted.flatten(), found.flatten()]))[0, 1]))
+        assert len(fit.trace) > 1
+    assert agreement[1] > agreement[0] + 0.05
+
+
+def test_the_first_proxies_are_the_generated_student_and_later_ones_follow_at_their_own_pace():
+    first, _ = learn(CCD())
+    assert same(first.stable, first.plastic)
+    assert first.generations == 1
+    assert not torch.equal(first.student.positions, first.stable.positions)
+    second, _ = CCD().learn(world_of(), first, tiny_stream().slice_(2), PlainDescent())
+    slow, fast = (float((proxy.positions - first.stable.positions).norm()) for proxy in (second.stable, second.plastic))
+    assert slow > 0
+    assert fast == pytest.approx(9 * slow, rel=1e-3)
+    assert second.generations == 2
+
+
+def test_the_student_can_be_scored_instead():
+    _, queries = questions()
+    state, _ = learn(CCD())
+    scores = CCD(scored="student").score(world_of(), state, queries)
+    expected = state.student.scores(state.student.last_hidden(queries.tokens), queries.n_items)
+    assert torch.equal(scores, expected)
+    assert not torch.equal(scores, CCD().score(world_of(), state, queries))
+
+
+def test_the_state_survives_packing_and_the_same_seed_gives_it_again():
+    state, _ = learn(CCD())
+    assert same(unpack(CCD().start(world_of()), pack(state)), state)
+    assert same(learn_on(CCD())[0], state)
+
+
+def test_nothing_after_the_train_cut_gives_a_gradient(monkeypatch):
+    monkeypatch.setattr(training, "validation_ndcg", lambda *_: float("nan"))  # keeps the last epoch
+    cut = tiny_stream().bounds[1].train_end
+    changed = SliceStream(shuffled_after(tiny_log(), cut), tiny_config().stream)
+    state, _ = learn_on(CCD())
+    assert same(learn_on(CCD(), changed)[0], state)
+    assert CCD().evidence(state).newest_target < cut
+
+
+def test_learning_leaves_the_models_it_started_from_alone():
+    state, _ = learn(CCD())
+    before = {name: tensor.clone() for name, tensor in pack(state).items()}
+    CCD().learn(world_of(), state, tiny_stream().slice_(2), PlainDescent())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in pack(state).items())
+
+
+def test_values_out_of_range_are_refused():
+    with pytest.raises(ConfigError, match=r"keep_stable must lie between 0 and 1, got 1.1"):
+        CCD(keep_stable=1.1)
+    with pytest.raises(ConfigError, match="weight must lie between 0 and"):
+        replace(CCD(), weight=-1.0)
