@@ -43,6 +43,12 @@ TINY = {
     "training.stride": 6,
     "training.base_epochs": 8,
     "training.slice_epochs": 2,
+    "privacy.noise_multiplier": 1.0,
+    "privacy.target_epsilon": 0.0,
+    "privacy.rounds_per_slice": 4,
+    "protofed.embedding": 16,
+    "protofed.base_steps": 4,
+    "protofed.local_steps": 4,
 }
 
 

@@ -69,6 +69,68 @@ class ScoringConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PrivacyConfig:
+    """What is promised, and at what price."""
+
+    target_epsilon: float = 3.4  # the budget of the whole stream; 0: no budget, the noise multiplier is given
+    noise_multiplier: float = 0.0  # of every round; 0: solved for the budget. With both, uploads stop at the budget
+    delta: float = 1e-5
+    trust: Literal["central", "secure-aggregation", "local"] = "central"  # whom the clients trust with what
+    sampling_rate: float = 0.05  # q: a client's chance to take part in a round; 1: everybody
+    rounds_per_slice: int = 20
+    clip_radius: float = 1.0
+    count_weight: float = 0.25  # c: what a contribution adds to its prototype's count
+
+
+@dataclass(frozen=True, slots=True)
+class ProtoFedConfig:
+    """ProtoFed-SP: prompts, own rows, prototypes. Defaults of the reference mode (docs/paper_notes.md)."""
+
+    mode: Literal["reference", "literal", "nodp"] = "reference"
+    ablate: str = ""  # parts left out, comma-separated (ABLATIONS)
+    prototypes: int = 0  # K; 0: as many as the cohort can feed
+    top_m: int = 4  # M: prototypes a query is routed to
+    temperature: float = 0.07  # tau of the router
+    embedding: int = 64  # d_z: width of what is uploaded
+    codec: Literal["auto", "linear", "mlp"] = "auto"  # auto: linear below 2,000 base users
+    aggregator: Literal["fedkmeans", "geometric-median", "barycenter"] = "fedkmeans"
+    momentum: float = 0.1  # beta of the prototypes
+    margin: float = 0.5  # rho: least distance between prototypes
+    local_steps: int = 20  # of each client in a slice, spread over its rounds
+    base_steps: int = 20  # of each base user's simulated device in the base block
+    base_windows: int = 4  # newest windows of each base user that those steps read
+    long_rate: float = 5e-3  # eta_l
+    short_rate: float = 0.1  # eta_s
+    row_rate: float = 2e-2  # of a client's own item rows; 0 leaves them where they start
+    sparsity: float = 1.0  # lambda_p in multiples of a client's median gradient entry
+    group_sparsity: bool = False  # drop whole tokens of the short prompt
+    lambda_max: float = 1.0  # the strongest pull to the prototypes
+    gamma: float = 0.5  # weight of InfoNCE in the alignment
+    alignment_temperature: float = 0.1  # tau_a
+    alignment: Literal["euclidean", "entropy", "wasserstein"] = "euclidean"
+    inner_prox_steps: int = 0  # 0: Algorithm 1's explicit long step; more: Eq. (3)
+    acceptance_prior: float = 5.0  # the base users' verdict on prompts and rows counts like so many events of one's own
+    carry: float = 0.5  # what of the short prompt survives the start of a session
+    session_gap_hours: float = 8.0  # a longer pause starts a session
+    chunk: int = 2048  # clients computed at once; changes memory, not results
+    bf16: bool = False  # backbone passes in bfloat16, on a GPU
+    table: Literal["device", "host"] = "device"  # where the prompts of all users are kept
+
+
+ABLATIONS: Mapping[str, str] = {
+    "alignment": "long prompts are not pulled to prototypes",
+    "short": "no short-term prompt",
+    "long": "no long-term prompt, so nothing to upload",
+    "prototypes": "no routed prototypes in the composed prompt",
+    "static-prototypes": "prototypes stay as the base block left them",
+    "own-rows": "no item rows of the client's own",
+    "acceptance": "every client uses its prompt and rows, whatever its validation events say",
+    "prompts": "no prompt at all: own rows only",
+    "personal": "nothing personal: routed prototypes only",
+}
+
+
+@dataclass(frozen=True, slots=True)
 class RunConfig:
     """One method on one log: everything that decides its numbers."""
 
@@ -81,6 +143,8 @@ class RunConfig:
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
+    protofed: ProtoFedConfig = field(default_factory=ProtoFedConfig)
 
 
 PRESETS: Mapping[str, Mapping[str, object]] = {
@@ -115,6 +179,34 @@ RANGES: Mapping[str, tuple[float, float]] = {  # what a number may be, ends incl
     "scoring.popularity_prior": (0, 1e6),
     "scoring.personal_memory": (0, 1e6),
     "scoring.memory_half_life_days": (1e-6, 1e6),
+    "privacy.target_epsilon": (0, 1e6),
+    "privacy.noise_multiplier": (0, 1e6),
+    "privacy.delta": (1e-300, 0.999999),
+    "privacy.sampling_rate": (1e-9, 1),
+    "privacy.rounds_per_slice": (0, 10**6),
+    "privacy.clip_radius": (1e-6, 1e6),
+    "privacy.count_weight": (1e-6, 1e6),
+    "protofed.prototypes": (0, 65_536),
+    "protofed.top_m": (1, 65_536),
+    "protofed.temperature": (1e-6, 1e6),
+    "protofed.embedding": (1, 65_536),
+    "protofed.momentum": (0, 1),
+    "protofed.margin": (0, 2),
+    "protofed.local_steps": (0, 10**6),
+    "protofed.base_steps": (0, 10**6),
+    "protofed.base_windows": (1, 10**6),
+    "protofed.long_rate": (0, 100),
+    "protofed.short_rate": (0, 1e6),
+    "protofed.row_rate": (0, 100),
+    "protofed.sparsity": (0, 1e6),
+    "protofed.lambda_max": (0, 1e6),
+    "protofed.gamma": (0, 1e6),
+    "protofed.alignment_temperature": (1e-6, 1e6),
+    "protofed.inner_prox_steps": (0, 10**4),
+    "protofed.acceptance_prior": (0, 1e9),
+    "protofed.carry": (0, 1),
+    "protofed.session_gap_hours": (0, 1e6),
+    "protofed.chunk": (1, 10**7),
 }
 
 
@@ -129,7 +221,19 @@ def in_range(config: RunConfig) -> RunConfig:
     if config.backbone.width % config.backbone.heads:
         width, heads = config.backbone.width, config.backbone.heads
         raise ConfigError(f"backbone.width must be a multiple of backbone.heads, got {width} and {heads}")
+    ablated(config.protofed)
     return config
+
+
+def ablated(config: ProtoFedConfig) -> frozenset[str]:
+    """The parts that are left out; an unknown name is an error that suggests the nearest."""
+    names = [name.strip() for name in config.ablate.split(",") if name.strip()]
+    for name in names:
+        if name not in ABLATIONS:
+            near = difflib.get_close_matches(name, ABLATIONS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(ABLATIONS)}"
+            raise ConfigError(f"unknown ablation {name!r}; {hint}")
+    return frozenset(names)
 
 
 def preset(name: object) -> RunConfig:

@@ -16,6 +16,8 @@ from protofed.config import (
     PRESETS,
     RANGES,
     BackboneConfig,
+    PrivacyConfig,
+    ProtoFedConfig,
     RunConfig,
     ScoringConfig,
     StreamConfig,
@@ -31,10 +33,11 @@ from protofed.config import (
 )
 from protofed.errors import ConfigError
 
-TABLES = [StreamConfig, BackboneConfig, TrainingConfig, ScoringConfig]
+TABLES = [StreamConfig, BackboneConfig, TrainingConfig, ScoringConfig, PrivacyConfig, ProtoFedConfig]
 SELF_EXPLANATORY = {
     *("width", "layers", "heads", "dropout", "negatives", "learning_rate", "weight_decay", "max_grad_norm"),
     *("dataset", "method", "preset", "seed", "stream", "backbone", "training", "scoring"),
+    *("privacy", "protofed", "delta", "mode", "aggregator", "alignment", "clip_radius", "rounds_per_slice"),
 }
 
 

@@ -1,7 +1,6 @@
 """`protofed privacy`: the noise a budget asks for, or ε of a noise or of a ledger, against both adversaries."""
 
 import json
-import math
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -16,6 +15,7 @@ from protofed.privacy.accountant import (
     epsilon,
     guarantees,
     noise_for,
+    rounded_up,
     usual_uploads,
 )
 from protofed.privacy.ledger import CLAIM, Ledger, Release, Trust, read_ledger
@@ -103,7 +103,7 @@ def _row(guarantee: Guarantee, ledger: Ledger) -> dict[str, Any]:
     row: dict[str, Any] = {
         "trust": guarantee.trust,
         "adversary": guarantee.adversary,
-        "epsilon": {"pld": _finite(guarantee.pld), "rdp": _finite(guarantee.rdp)},
+        "epsilon": {"pld": rounded_up(guarantee.pld), "rdp": rounded_up(guarantee.rdp)},
         "delta": guarantee.delta,
         "adjacency": guarantee.adjacency,
         "unit": guarantee.unit,
@@ -125,7 +125,9 @@ def _fewer(guarantee: Guarantee, release: Release) -> list[dict[str, Any]]:
     for uploads, note in zip(usual_uploads(release, guarantee.delta), notes, strict=True):
         fewer = (Release(release.noise_multiplier, 1.0, max(1, uploads)),)
         prices = {
-            name: _finite(epsilon(fewer, guarantee.delta, adversary="server", trust=guarantee.trust, accountant=name))
+            name: rounded_up(
+                epsilon(fewer, guarantee.delta, adversary="server", trust=guarantee.trust, accountant=name)
+            )
             for name in get_args(Accountant)
         }
         rows.append({"uploads": max(1, uploads), "epsilon": prices, "note": note})
@@ -143,11 +145,6 @@ def _stds(noise_multiplier: float) -> dict[str, float]:
         trust: round(noise_multiplier * (rule.replace_sensitivity if trust == "local" else rule.sensitivity), 6)
         for trust in trusts
     }
-
-
-def _finite(value: float) -> float | None:
-    """Rounded up: an ε is an upper bound."""
-    return math.ceil(value * 1e4 - 1e-6) / 1e4 if math.isfinite(value) else None
 
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> Any:

@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +14,10 @@ from rich.table import Table
 
 from protofed.config import RunConfig, in_range, override, parse_override, preset, values_of
 from protofed.data.interactions import InteractionLog
-from protofed.errors import ConfigError
+from protofed.errors import ConfigError, MissingExtra
 from protofed.methods.catalogue import METHODS, method_named
+from protofed.privacy.accountant import adjacency, epsilon, rounded_up
+from protofed.privacy.ledger import CLAIM, read_ledger
 from protofed.seeds import stream
 
 CACHE = Path.home() / ".cache" / "protofed"
@@ -28,6 +31,11 @@ def run(
     preset_name: Annotated[str | None, typer.Option("--preset", help="small (d = 64) or paper (d = 256)")] = None,
     seed: Annotated[int | None, typer.Option(help="weights, order, training negatives; never the candidates")] = None,
     clients: Annotated[int | None, typer.Option(help="keep so many users; 0 keeps all")] = None,
+    mode: Annotated[str | None, typer.Option(help="protofed-sp: reference, literal or nodp")] = None,
+    target_epsilon: Annotated[float | None, typer.Option(help="the privacy budget of the whole stream")] = None,
+    noise_multiplier: Annotated[float | None, typer.Option(help="noise of every round, instead of a budget")] = None,
+    trust: Annotated[str | None, typer.Option(help="central, secure-aggregation or local")] = None,
+    ablate: Annotated[list[str] | None, typer.Option(help="leave a part of protofed-sp out; repeatable")] = None,
     config: Annotated[Path | None, typer.Option(help="a TOML file of settings; flags go before it")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="key=value, e.g. training.negatives=32")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
@@ -45,14 +53,46 @@ def run(
 
     if out is None:
         raise ConfigError("--out is missing: name the folder this run is to write, e.g. --out runs/first")
-    given = {"dataset": dataset, "method": method, "preset": preset_name, "seed": seed, "clients": clients}
+    given: dict[str, object] = {
+        "dataset": dataset,
+        "method": method,
+        "preset": preset_name,
+        "seed": seed,
+        "clients": clients,
+    }
+    given |= {"protofed.mode": mode, "privacy.trust": trust} | budget(target_epsilon, noise_multiplier)
+    given["protofed.ablate"] = ",".join(sorted(set(ablate))) if ablate else None
     chosen = settle({key: value for key, value in given.items() if value is not None}, config, settings or [])
     log = load(chosen, root)
     experiment = Experiment(chosen, log, cache, pick_device(device), shlex.join(["protofed", *sys.argv[1:]]))
     with shown(Console(stderr=True)) as progress:
         folder = experiment.run(out, progress)
     summary = summarise_run(folder)
-    print(json.dumps(summary, indent=2)) if as_json else print_summary(summary, out)
+    summary |= {"privacy": promised(folder.path / "ledger.json", chosen)}
+    print(json.dumps(summary, indent=2, ensure_ascii=False)) if as_json else print_summary(summary, out)
+
+
+def budget(target_epsilon: float | None, noise_multiplier: float | None) -> dict[str, object]:
+    """What the two flags set: a noise alone has no budget to keep; with both, uploads stop where the budget ends."""
+    if noise_multiplier is not None and target_epsilon is None:
+        target_epsilon = 0.0
+    return {"privacy.target_epsilon": target_epsilon, "privacy.noise_multiplier": noise_multiplier}
+
+
+def promised(ledger: Path, config: RunConfig) -> dict[str, object] | None:
+    """What the run's ledger promises against both adversaries, or why no ε is stated; None where there is no claim."""
+    releases, trust = read_ledger(ledger)
+    if not releases:
+        return None
+    delta = config.privacy.delta
+    said: dict[str, object] = {"trust": trust, "adjacency": adjacency(trust), "unit": "user", "delta": delta}
+    said |= {"releases": [asdict(release) for release in releases], "claim": CLAIM}
+    try:
+        said["epsilon_release"] = rounded_up(epsilon(releases, delta, trust=trust))
+        said["epsilon_server"] = rounded_up(epsilon(releases, delta, trust=trust, adversary="server"))
+    except MissingExtra as missing:
+        said["unpriced"] = f"{missing}; then price it with `protofed privacy --ledger {ledger}`"
+    return said
 
 
 def settle(flags: Mapping[str, object], file: Path | None = None, settings: Sequence[str] = ()) -> RunConfig:
@@ -109,5 +149,25 @@ def print_summary(summary: dict[str, object], out: Path) -> None:
         f"`protofed report {out} -o report.html` shows all of it",
         highlight=False,
     )
+    print_promise(summary["privacy"])
     for warning in summary["warnings"]:  # type: ignore[attr-defined]
         console.print(f"warning: {warning}", style="yellow", highlight=False)
+
+
+def print_promise(said: object) -> None:
+    """ε with everything it means nothing without."""
+    if not isinstance(said, dict):
+        print("privacy: no claim; nothing this run shared was noised")
+        return
+    rounds = "; ".join(
+        f"{r['stream']}: noise multiplier {r['noise_multiplier']:g}, rate {r['sampling_rate']:g}, {r['count']} rounds"
+        for r in said["releases"]
+    )
+    about = f"δ = {said['delta']:g}, {said['adjacency']}, per {said['unit']}, {said['trust']} trust; {rounds}"
+    if "unpriced" in said:
+        print(f"privacy: ε not computed ({said['unpriced']}); {about}")
+        return
+    seen, server = (said[f"epsilon_{name}"] for name in ("release", "server"))
+    against = "nothing is promised" if server is None else f"ε = {server:g}"
+    print(f"privacy: ε = {seen:g} against who sees what is released, {against} against the server; {about}")
+    print(f"  {said['claim']}")

@@ -25,7 +25,7 @@ from torch import Tensor
 from protofed.config import RunConfig, to_toml
 from protofed.errors import RunFolderError
 from protofed.files import remove_unfinished, write_text, written_atomically
-from protofed.privacy.ledger import write_ledger
+from protofed.privacy.ledger import Ledger, Trust, write_ledger
 
 TABLES = ("metrics", "per_user", "timing")
 
@@ -85,9 +85,15 @@ def _refuse_other(written: Path, text: str) -> None:
 
 
 def describe(folder: RunFolder, environment: Mapping[str, object]) -> None:
-    """Where the numbers come from, and the ledger of noised releases: empty, since the methods so far release none."""
+    """Where the numbers come from, and an empty ledger of noised releases where there is none yet."""
     write_text(folder.path / "environment.json", json.dumps(environment, indent=2) + "\n")
-    write_ledger(folder.path / "ledger.json", ())
+    if not (folder.path / "ledger.json").is_file():
+        write_ledger(folder.path / "ledger.json", ())
+
+
+def keep_ledger(folder: RunFolder, ledger: Ledger, trust: Trust) -> None:
+    """Every release so far and the ones about to be made."""
+    write_ledger(folder.path / "ledger.json", ledger, trust=trust)
 
 
 def save_slice(

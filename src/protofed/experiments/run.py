@@ -19,7 +19,7 @@ from protofed.experiments import folder as folders
 from protofed.experiments.evaluate import METRICS_SCHEMA, answer, metric_rows, per_user_rows
 from protofed.experiments.folder import RunFolder
 from protofed.methods.catalogue import method_named
-from protofed.methods.protocol import Diagnostics, Method, World
+from protofed.methods.protocol import Diagnostics, Method, Releasing, World
 from protofed.methods.state import pack, unpack
 from protofed.progress import Progress, silent
 from protofed.slices.leaks import check_candidates, check_evidence
@@ -73,6 +73,7 @@ def run_slices(
         diagnostics: Diagnostics = {}
         if index > 0:
             descend = PlainDescent(experiment.config.training.max_grad_norm)
+            write_ahead(folder, method, world, state, slices_ahead=1)
             state, diagnostics = method.learn(world, state, slice_, descend)
         learned = time.monotonic()
         check_evidence(data, index, method.evidence(state))
@@ -92,6 +93,12 @@ def warmed_up(experiment: Experiment, folder: RunFolder, data: SliceStream, prog
     backbone, fit = cached_warm_up(config, data, experiment.cache, device=device, progress=progress)
     folder.log({"slice": 0, "stage": "warm-up", **fit.diagnostics()})
     return World(config, data.slice_(0), backbone, progress), time.monotonic() - began
+
+
+def write_ahead(folder: RunFolder, method: Method[Any], world: World, state: Any, *, slices_ahead: int) -> None:
+    """The ledger on disk, before what it lists leaves the devices; a repeated slice repeats the same releases."""
+    if isinstance(method, Releasing):
+        folders.keep_ledger(folder, method.releases(world, state, slices_ahead), world.config.privacy.trust)
 
 
 def check_all_candidates(data: SliceStream) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend
 from protofed.config import RunConfig
+from protofed.privacy.ledger import Ledger
 from protofed.progress import Progress, silent
 from protofed.slices.histories import Queries
 from protofed.slices.leaks import Evidence
@@ -50,4 +51,13 @@ class Method(Protocol[State]):
 
     def evidence(self, state: State) -> Evidence:
         """What the state admits to knowing, for the leak checker."""
+        ...
+
+
+@runtime_checkable
+class Releasing(Protocol):
+    """A method whose shared statistics are noised: it says beforehand what leaves the devices."""
+
+    def releases(self, world: World, state: Any, slices_ahead: int = 0) -> Ledger:
+        """Everything released so far and, ahead of it, by the next slices; the runner writes it before it happens."""
         ...

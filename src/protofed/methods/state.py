@@ -1,5 +1,6 @@
 """States to named tensors and back, so that any method survives a kill."""
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -31,6 +32,10 @@ def unpack(template: Any, tensors: Mapping[str, Tensor], prefix: str = "state") 
     inside = {key[len(prefix) + 1 :]: value for key, value in tensors.items() if key.startswith(f"{prefix}.")}
     if isinstance(template, SASRec):
         return _unpack_backbone(template, inside)
+    if isinstance(template, nn.Module):
+        module = copy.deepcopy(template)
+        module.load_state_dict(inside)
+        return module
     if isinstance(template, Mapping):
         return inside
     parts = {name: unpack(part, tensors, f"{prefix}.{name}") for name, part in _parts(template) if part is not None}

@@ -1,0 +1,311 @@
+"""ProtoFed-SP: a frozen backbone, prompts and item rows on the devices, prototypes shared under differential privacy.
+
+What we implement: paper-notes' reference algorithm. Every client keeps a long prompt tied to prototypes and a short,
+sparse one; queries are routed to prototypes and the composed prompt is injected; clipped embeddings of long prompts are
+summed with noise and move the prototypes. How it differs: clients also keep rows of their own for the items they met,
+and each uses its prompt and its rows only where its own validation events say so. In the private mode nothing else is
+shared: items that appeared after the base block have no public row. Privacy: docs/privacy.md.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from protofed.backbone.sasrec import SASRec
+from protofed.backbone.training import Descend
+from protofed.client.drift import Gate
+from protofed.client.own_rows import OwnRows, with_met_items
+from protofed.client.update import LocalRule
+from protofed.config import RunConfig, ablated
+from protofed.federation.acceptance import VARIANTS, accepted, remembered, variant_losses
+from protofed.federation.lessons import client_data, session_starts
+from protofed.federation.plan import Plan, plan, releases
+from protofed.federation.preparation import everybody_uses, prepare
+from protofed.federation.simulator import Encoders, Schedule, broadcast, simulate_slice, tastes
+from protofed.federation.table import ClientTable, grown
+from protofed.inference.online import Devices, online_inference
+from protofed.methods.frozen import BackboneState, learn_new_rows
+from protofed.methods.protocol import Diagnostics, World
+from protofed.privacy.ledger import Ledger
+from protofed.privacy.upload import UploadRule
+from protofed.seeds import numpy_stream, stream
+from protofed.server.aggregate import ServerRule, slice_end
+from protofed.server.library import PrototypeLibrary
+from protofed.slices.histories import Queries
+from protofed.slices.leaks import Evidence
+from protofed.slices.stream import TimeSlice
+
+PRINTED_STEPS = 3  # 3 epochs of batches larger than a client's slice
+PRINTED_PERIOD = 500  # local steps between two uploads of a client
+PRINTED_PROTOTYPES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ProtoFedState:
+    """Everything ProtoFed-SP carries from slice to slice."""
+
+    backbone: SASRec
+    codec: nn.Module
+    g: nn.Module
+    gate: Gate
+    kappa: float
+    library: PrototypeLibrary
+    table: ClientTable
+    rows: OwnRows
+    met_boost: float
+    prior: Float[Tensor, " V"]
+    use_prompt: Bool[Tensor, " N"]
+    use_rows: Bool[Tensor, " N"]
+    noise_multiplier: float
+    allowed_rounds: int
+    rounds: int  # made so far
+    slice_index: int
+    newest_target: int
+
+
+def local_rule(config: RunConfig) -> LocalRule:
+    """How clients learn in this mode, less what is ablated."""
+    settings, out = config.protofed, ablated(config.protofed)
+    rule = LocalRule(
+        loss=config.training.loss,
+        top_m=settings.top_m,
+        temperature=settings.temperature,
+        eta_l=settings.long_rate,
+        eta_s=settings.short_rate,
+        eta_r=settings.row_rate,
+        lambda_p=settings.sparsity,
+        gamma=settings.gamma,
+        tau_a=settings.alignment_temperature,
+        alignment=settings.alignment,
+        inner_prox_steps=settings.inner_prox_steps,
+        by_row=settings.group_sparsity,
+        max_grad_norm=config.training.max_grad_norm,
+        use_long=not out & {"long", "personal"},
+        use_short=not out & {"short", "personal"},
+        use_prototypes="prototypes" not in out,
+        use_rows=not _without_rows(config),
+        align="alignment" not in out,
+        bf16=settings.bf16,
+    )
+    if settings.mode != "literal":
+        return rule
+    return replace(rule, as_printed=True, eta_l=1e-3, eta_s=5e-3, lambda_p=1e-4)  # the paper's appendix
+
+
+def _without_rows(config: RunConfig) -> bool:
+    return config.protofed.mode == "literal" or bool(ablated(config.protofed) & {"own-rows", "personal"})
+
+
+def server_rule(config: RunConfig, n_prototypes: int, noise_multiplier: float, n_clients: int) -> ServerRule:
+    """How the server aggregates in this mode; an aggregator that cannot be noised is refused."""
+    privacy, settings = config.privacy, config.protofed
+    upload = UploadRule(n_prototypes, settings.embedding, privacy.clip_radius, privacy.count_weight)
+    return ServerRule(
+        upload,
+        noise_multiplier,
+        privacy.trust if settings.mode == "reference" else "central",
+        settings.aggregator,
+        settings.momentum,
+        settings.margin,
+        honest=max(1, int(privacy.sampling_rate * n_clients / 2)),
+        as_printed=settings.mode == "literal",
+    )
+
+
+def may_use(config: RunConfig) -> tuple[bool, ...]:
+    """Which of the variants (prompt, own rows) a client may choose from."""
+    out = ablated(config.protofed)
+    prompt, rows = "prompts" not in out, not _without_rows(config)
+    fixed = "acceptance" in out or "personal" in out or config.protofed.mode == "literal"
+    if fixed:
+        return tuple(variant == (prompt, rows) for variant in VARIANTS)
+    return tuple((prompt or not with_prompt) and (rows or not with_rows) for with_prompt, with_rows in VARIANTS)
+
+
+@dataclass(frozen=True, slots=True)
+class ProtoFedSP:
+    """Dual-timescale soft prompts on the devices, aligned with federated prototypes."""
+
+    def start(self, world: World) -> ProtoFedState:
+        """The base block: encoders, first prototypes, base users' devices; and the noise the budget asks for."""
+        config = as_run(world.config)
+        settled = plan(config.privacy, config.stream.n_slices, private=config.protofed.mode == "reference")
+        server_rule(config, 1, settled.noise_multiplier, 1)  # what cannot be done is refused before any work
+        made = prepare(config, world.base, world.backbone, local_rule(config), world.progress)
+        use_prompt, use_rows = accepted(made.table.losses, made.prior, may_use(config))
+        codec, g = made.encoders.codec, made.encoders.g
+        assert isinstance(codec, nn.Module)
+        return ProtoFedState(
+            backbone=world.backbone,
+            codec=codec,
+            g=g,
+            gate=made.encoders.gate,
+            kappa=made.encoders.kappa,
+            library=made.library,
+            table=made.table,
+            rows=made.rows,
+            met_boost=made.met_boost,
+            prior=made.prior,
+            use_prompt=use_prompt,
+            use_rows=use_rows,
+            noise_multiplier=settled.noise_multiplier,
+            allowed_rounds=settled.rounds,
+            rounds=0,
+            slice_index=world.base.index,
+            newest_target=max(made.newest_target, int(world.base.train_positions[-1])),
+        )
+
+    def learn(
+        self, world: World, state: ProtoFedState, slice_: TimeSlice, descend: Descend
+    ) -> tuple[ProtoFedState, Diagnostics]:
+        """All local steps and rounds of one slice; only noised sums reach the server in the private mode."""
+        config = as_run(world.config)
+        state, new_rows = with_public_rows(world, state, slice_, descend)
+        rule, k = local_rule(config), state.library.n_prototypes
+        server = server_rule(config, k, state.noise_multiplier, len(state.table))
+        table, own = grown(state.table, slice_.past.n_users), state.rows
+        schedule = schedule_of(config, state, slice_)
+        data = client_data(
+            slice_.past,
+            slice_.train_positions,
+            length=config.backbone.history_length,
+            stride=config.training.stride,
+            rng=numpy_stream(config.seed, "client windows", slice_.index),
+        )
+        if rule.use_rows:
+            boost = state.met_boost * tastes(state.backbone, own, data, config.protofed.chunk)
+            own = with_met_items(own, state.backbone, slice_.past, slice_.bounds[-1].train_end, data.users, boost)
+        gap = 3600 * config.protofed.session_gap_hours
+        sessions = session_starts(slice_.past, slice_.train_positions, gap)
+        library, own, told = simulate_slice(
+            state.backbone, encoders_of(state), state.library, table, own, data, sessions, rule, server, schedule
+        )
+        reseeded = 0
+        if schedule.rounds and config.protofed.mode != "literal":
+            library, reseeded = slice_end(library, server, stream(config.seed, "pruning", slice_.index))
+        newest = int(data.windows.newest.max()) if len(data) else -1
+        state = replace(
+            state,
+            library=library,
+            table=table,
+            rows=own,
+            rounds=state.rounds + schedule.rounds,
+            slice_index=slice_.index,
+            newest_target=max(state.newest_target, newest),
+        )
+        state = chosen_by_validation(config, state, slice_)
+        if rule.use_rows:  # only now: the choice must not be made on rows that its own questions gave rise to
+            own = with_met_items(own, state.backbone, slice_.past, len(slice_.past), data.users, boost)
+            state = replace(state, rows=own)
+        used = {"use_prompt": float(state.use_prompt.float().mean()), "use_rows": float(state.use_rows.float().mean())}
+        return state, {**new_rows, **told, **used, "reseeded": reseeded, "own_rows": len(own)}
+
+    def score(self, world: World, state: ProtoFedState, queries: Queries) -> Float[Tensor, "B I"]:
+        rule = local_rule(as_run(world.config))
+        shared = broadcast(state.backbone, encoders_of(state).codec, state.library.v)
+        return online_inference(
+            shared, encoders_of(state).g, state.gate, rule, devices_of(world.config, state), queries
+        )
+
+    def evidence(self, state: ProtoFedState) -> Evidence:
+        return Evidence(state.slice_index, newest_target=state.newest_target, item_rows=state.backbone.n_rows)
+
+    def releases(self, world: World, state: ProtoFedState, slices_ahead: int = 0) -> Ledger:
+        """What has left the devices so far, and what the next slices will make leave; nothing where there is no noise.
+
+        The modes without noise carry no claim: new item rows are learned from raw events there, too.
+        """
+        config = as_run(world.config)
+        if config.protofed.mode != "reference" or not uploads_happen(config):
+            return ()
+        settled = Plan(state.noise_multiplier, state.allowed_rounds)
+        return releases(config.privacy, settled, state.rounds + slices_ahead * config.privacy.rounds_per_slice)
+
+
+def as_run(config: RunConfig) -> RunConfig:
+    """The config with the paper's own numbers where the mode is literal and nothing else was asked for."""
+    settings = config.protofed
+    if settings.mode != "literal":
+        return config
+    k = settings.prototypes or PRINTED_PROTOTYPES
+    return replace(
+        config, protofed=replace(settings, prototypes=k, local_steps=min(settings.local_steps, PRINTED_STEPS))
+    )
+
+
+def uploads_happen(config: RunConfig) -> bool:
+    """Whether there is anything to upload and anybody who takes it."""
+    return not ablated(config.protofed) & {"long", "static-prototypes", "personal", "prompts"}
+
+
+def schedule_of(config: RunConfig, state: ProtoFedState, slice_: TimeSlice) -> Schedule:
+    """Steps and rounds of one slice; rounds end where the budget does."""
+    privacy, settings = config.privacy, config.protofed
+    left = max(0, state.allowed_rounds - state.rounds)
+    rounds = min(privacy.rounds_per_slice, left) if uploads_happen(config) else 0
+    if settings.mode == "literal":
+        before = (slice_.index - 1) * settings.local_steps
+        rounds = (before + settings.local_steps) // PRINTED_PERIOD - before // PRINTED_PERIOD
+    personal = "personal" not in ablated(settings)
+    return Schedule(
+        local_steps=settings.local_steps if personal else 0,
+        rounds=rounds,
+        first_round=state.rounds,
+        sampling_rate=privacy.sampling_rate,
+        negatives=config.training.negatives,
+        n_items=slice_.n_train_items,
+        chunk=settings.chunk,
+        lambda_max=settings.lambda_max,
+        carry=settings.carry,
+        seed=config.seed,
+        slice_index=slice_.index,
+    )
+
+
+def with_public_rows(
+    world: World, state: ProtoFedState, slice_: TimeSlice, descend: Descend
+) -> tuple[ProtoFedState, dict[str, Any]]:
+    """Public rows of new items by the shared rule; not in the private mode, where that would be a raw query."""
+    if world.config.protofed.mode == "reference":
+        return state, {}
+    before = BackboneState(state.backbone, state.slice_index, state.newest_target)
+    after, told = learn_new_rows(world, before, slice_, descend)
+    return replace(state, backbone=after.backbone, newest_target=after.newest_target), dict(told)
+
+
+def encoders_of(state: ProtoFedState) -> Encoders:
+    codec, g = state.codec, state.g
+    return Encoders(codec, g, state.gate, state.kappa)  # type: ignore[arg-type]
+
+
+def devices_of(config: RunConfig, state: ProtoFedState) -> Devices:
+    """The devices as ranking reads them."""
+    everything = everybody_uses(state.table, state.rows, state.backbone.items.device)
+    nobody = torch.zeros(1, len(VARIANTS), device=state.prior.device)
+    newcomers = bool(accepted(nobody, state.prior, may_use(config))[0])
+    device = everything.met.device
+    return replace(
+        everything,
+        use_prompt=state.use_prompt.to(device),
+        use_rows=state.use_rows.to(device),
+        newcomers_use_prompt=newcomers,
+    )
+
+
+def chosen_by_validation(config: RunConfig, state: ProtoFedState, slice_: TimeSlice) -> ProtoFedState:
+    """Each client's choice of prompt and own rows, after its validation events of the slice."""
+    allowed, rule = may_use(config), local_rule(config)
+    table = state.table
+    if sum(allowed) > 1:
+        shared = broadcast(state.backbone, encoders_of(state).codec, state.library.v)
+        devices = everybody_uses(table, state.rows, state.backbone.items.device)
+        losses, users = variant_losses(
+            shared, encoders_of(state).g, state.gate, rule, devices, slice_, config.backbone.history_length
+        )
+        evidence = remembered(table.losses, losses.to(table.device), users.to(table.device))
+        table = replace(table, losses=evidence)
+    use_prompt, use_rows = accepted(table.losses, state.prior.to(table.device), allowed)
+    return replace(state, table=table, use_prompt=use_prompt, use_rows=use_rows)

@@ -1,0 +1,407 @@
+"""ProtoFed-SP as a whole on the tiny world: modes, every ablation, the ledger, small and broken slices."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from worlds import LENGTH, questions, random_model, shuffled_after, tiny_config, tiny_log, tiny_stream, warmed_up_on
+
+from protofed.backbone.training import PlainDescent
+from protofed.client.codec import CodecTraining, random_linear_codec
+from protofed.config import ABLATIONS
+from protofed.errors import ConfigError
+from protofed.federation import preparation
+from protofed.methods import protofed_sp
+from protofed.methods.protocol import World
+from protofed.methods.protofed_sp import ProtoFedSP, ProtoFedState, as_run, schedule_of
+from protofed.methods.state import pack, unpack
+from protofed.privacy.accountant import epsilon
+from protofed.privacy.ledger import Release
+from protofed.seeds import stream
+from protofed.slices.histories import Queries
+from protofed.slices.stream import SliceStream, TimeSlice
+
+METHOD = ProtoFedSP()
+DELTA = 1e-5
+
+
+@dataclass(frozen=True)
+class Run:
+    """A method that has learned slice 1: its states before and after, and what it told."""
+
+    world: World
+    before: ProtoFedState
+    after: ProtoFedState
+    told: dict
+
+    def scores(self, state: ProtoFedState | None = None, asked: Queries | None = None) -> Tensor:
+        return METHOD.score(self.world, state or self.after, questions()[1] if asked is None else asked)
+
+    def learn(self, state: ProtoFedState, slice_: TimeSlice) -> tuple[ProtoFedState, dict]:
+        after, told = METHOD.learn(self.world, state, slice_, PlainDescent())
+        return after, dict(told)
+
+
+def world_of(**settings: object) -> World:
+    config = tiny_config(**{"privacy__sampling_rate": 0.5, "protofed__base_steps": 2, **settings})
+    return World(config, tiny_stream().slice_(0), warmed_up_on(config, tiny_stream())[0])
+
+
+def started(world: World) -> ProtoFedState:
+    """`start` with a query encoder trained for 5 steps instead of 500."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preparation, "CodecTraining", lambda: CodecTraining(steps=5))
+        return METHOD.start(world)
+
+
+@cache
+def run(**settings: object) -> Run:
+    world = world_of(**settings)
+    before = started(world)
+    after, told = METHOD.learn(world, before, tiny_stream().slice_(1), PlainDescent())
+    return Run(world, before, after, dict(told))
+
+
+def ablated(name: str) -> Run:
+    return run(protofed__ablate=name)
+
+
+def same(one: object, other: object) -> bool:
+    first, second = pack(one), pack(other)
+    return first.keys() == second.keys() and all(torch.equal(tensor, second[key]) for key, tensor in first.items())
+
+
+def shaken(state: ProtoFedState, *columns: str) -> ProtoFedState:
+    """The state with other numbers in some columns of the table."""
+    rng = stream(0, "shaken")
+    drawn = {name: torch.randn(getattr(state.table, name).shape, generator=rng) for name in columns}
+    return replace(state, table=replace(state.table, **drawn))
+
+
+def moves_scores(of: Run, *columns: str) -> bool:
+    return not torch.equal(of.scores(shaken(of.after, *columns)), of.scores())
+
+
+def test_the_literal_mode_never_reaches_the_printed_upload_period():
+    literal = run(protofed__mode="literal")
+    assert literal.told["rounds"] == 0
+    assert same(literal.after.library, literal.before.library)
+    assert literal.before.library.n_prototypes == 128
+    config, first = as_run(literal.world.config), tiny_stream().slice_(1)
+    rounds = [schedule_of(config, literal.before, replace(first, index=t)).rounds for t in range(1, 168)]
+    assert rounds[:166] == [0] * 166  # 498 local steps
+    assert rounds[166] == 1
+
+
+def test_the_printed_soft_threshold_leaves_the_short_prompt_dense_and_the_relative_one_does_not():
+    assert run(protofed__mode="literal").told["short_sparsity"] < 0.05
+    assert run().told["short_sparsity"] > 0.2
+
+
+def test_the_literal_mode_keeps_no_own_rows_and_states_no_release():
+    literal = run(protofed__mode="literal")
+    assert len(literal.after.rows) == 0
+    assert literal.after.use_prompt.all()
+    assert METHOD.releases(literal.world, literal.after, 1) == ()
+
+
+def test_without_alignment_clients_learn_as_with_a_pull_of_strength_0():
+    assert same(ablated("alignment").after, run(protofed__lambda_max=0.0).after)
+    assert not torch.equal(ablated("alignment").after.table.long, run().after.table.long)
+
+
+def test_without_a_short_prompt_clients_learn_as_with_a_short_rate_of_0():
+    out = ablated("short")
+    assert same(out.after, run(protofed__short_rate=0.0).after)
+    assert not out.after.table.short.any()
+    assert out.told["short_sparsity"] == 1
+    assert not moves_scores(out, "short")
+    assert moves_scores(run(), "short")
+
+
+def test_without_a_long_prompt_nothing_is_uploaded_and_long_prompts_are_not_read():
+    out = ablated("long")
+    assert (out.told["rounds"], out.after.rounds) == (0, 0)
+    assert METHOD.releases(out.world, out.after, 1) == ()
+    assert same(out.after.library, out.before.library)
+    n = len(out.before.table)
+    assert torch.equal(out.after.table.long[:n][out.before.table.met], out.before.table.long[out.before.table.met])
+    assert not moves_scores(out, "long")
+    assert moves_scores(run(), "long")
+
+
+def with_other_prototypes(state: ProtoFedState) -> ProtoFedState:
+    return replace(state, library=replace(state.library, v=state.library.v.roll(1, 1).neg()))
+
+
+def test_without_prototypes_in_the_prompt_those_who_have_a_memory_do_not_read_them():
+    _, asked = questions()
+    for of, reads in ((ablated("prototypes"), False), (run(), True)):
+        memory = of.after.table.met[asked.users.clamp(max=len(of.after.table) - 1)]
+        memory &= asked.users < len(of.after.table)
+        assert memory.sum() > 20
+        scores, other = of.scores()[memory], of.scores(with_other_prototypes(of.after))[memory]
+        assert torch.equal(scores, other) != reads
+
+
+def test_static_prototypes_stay_as_the_base_block_left_them_and_cost_nothing():
+    out = ablated("static-prototypes")
+    assert same(out.after.library, out.before.library)
+    assert out.told["rounds"] == 0
+    assert METHOD.releases(out.world, out.after, 1) == ()
+    assert not torch.equal(run().after.library.v, run().before.library.v)
+
+
+def test_without_own_rows_nobody_has_or_uses_any():
+    out = ablated("own-rows")
+    assert len(out.before.rows) == len(out.after.rows) == out.told["own_rows"] == 0
+    assert not out.after.use_rows.any()
+    assert len(run().after.rows) > len(run().before.rows) > 0
+
+
+def test_without_acceptance_everybody_uses_prompt_and_rows():
+    out = ablated("acceptance")
+    assert out.after.use_prompt.all()
+    assert out.after.use_rows.all()
+    assert not run().after.use_prompt.all() or not run().after.use_rows.all()
+    assert torch.equal(out.after.table.long, run().after.table.long)  # it changes who uses what, not what is learned
+
+
+def test_without_prompts_nobody_uses_one():
+    out = ablated("prompts")
+    assert not out.after.use_prompt.any()
+    assert not moves_scores(out, "long", "short", "step")
+    assert torch.equal(out.scores(), out.scores(with_other_prototypes(out.after)))
+    assert out.after.use_rows.any()
+
+
+def test_without_anything_personal_scores_depend_on_the_history_and_not_on_the_user():
+    out, (_, asked) = ablated("personal"), questions()
+    assert not moves_scores(out, "long", "short", "step", "losses")
+    assert torch.equal(out.scores(), out.scores(asked=replace(asked, users=asked.users.flip(0) + 5)))
+    assert not torch.equal(run().scores(), run().scores(asked=replace(asked, users=asked.users.flip(0) + 5)))
+    assert not torch.equal(out.scores(), out.scores(with_other_prototypes(out.after)))
+    assert METHOD.releases(out.world, out.after, 1) == ()
+    assert len(out.after.rows) == 0
+    n = len(out.before.table)
+    assert torch.equal(out.after.table.long[:n][out.before.table.met], out.before.table.long[out.before.table.met])
+
+
+def test_every_ablation_is_tested_here():
+    tested = {"alignment", "short", "long", "prototypes", "static-prototypes", "own-rows"}
+    assert tested | {"acceptance", "prompts", "personal"} == set(ABLATIONS)
+
+
+def test_without_noise_nothing_is_in_the_ledger_and_new_items_get_public_rows():
+    nodp, data = run(protofed__mode="nodp"), tiny_stream()
+    assert METHOD.releases(nodp.world, nodp.after) == METHOD.releases(nodp.world, nodp.after, 5) == ()
+    assert nodp.after.noise_multiplier == 0
+    model = nodp.after.backbone
+    assert model.n_rows == data.n_train_items(1) > data.n_train_items(0)
+    new = (data.slice_(1).train_counts()[data.n_train_items(0) :] > 0).nonzero()[:, 0] + data.n_train_items(0)
+    assert len(new) == nodp.told["new_rows"] > 0
+    assert model.has_row[new].all()
+    assert ((model.items[new] - model.mean_row).norm(dim=1) > 1e-3).all()
+
+
+def test_the_reference_mode_has_no_public_row_beyond_the_base_block():
+    reference = run()
+    assert reference.after.backbone.n_rows == tiny_stream().n_train_items(0)
+    assert same(reference.after.backbone, reference.world.backbone)
+    second, _ = reference.learn(reference.after, tiny_stream().slice_(2))
+    assert same(second.backbone, reference.world.backbone)
+
+
+def test_what_was_written_ahead_is_what_is_then_spent():
+    of = run()
+    assert METHOD.releases(of.world, of.before) == ()
+    ahead = METHOD.releases(of.world, of.before, 1)
+    assert ahead == METHOD.releases(of.world, of.after) == (Release(1.0, 0.5, 4),)
+    second, told = of.learn(of.after, tiny_stream().slice_(2))
+    assert told["rounds"] == 4
+    assert METHOD.releases(of.world, of.after, 1) == METHOD.releases(of.world, second) == (Release(1.0, 0.5, 8),)
+    assert METHOD.releases(of.world, of.before, 2) == METHOD.releases(of.world, second)
+
+
+def test_uploads_stop_when_the_budget_is_spent():
+    budget = epsilon((Release(2.0, 1.0, 5),), DELTA) + 1e-6
+    of = run(privacy__sampling_rate=1.0, privacy__noise_multiplier=2.0, privacy__target_epsilon=budget)
+    assert (of.before.allowed_rounds, of.told["rounds"]) == (5, 4)
+    ahead = METHOD.releases(of.world, of.after, 1)
+    second, told = of.learn(of.after, tiny_stream().slice_(2))
+    assert told["rounds"] == 1
+    assert ahead == METHOD.releases(of.world, second) == METHOD.releases(of.world, second, 3) == (Release(2.0, 1.0, 5),)
+    assert epsilon(ahead, DELTA) <= budget < epsilon((Release(2.0, 1.0, 6),), DELTA)
+    third, told = of.learn(second, tiny_stream().slice_(2))
+    assert (told["rounds"], told["reseeded"]) == (0, 0)
+    assert same(third.library, second.library)
+    assert not torch.equal(third.table.long, second.table.long)  # devices learn on
+
+
+def test_reseeding_an_idle_prototype_spends_nothing():
+    of = run()
+    counts = of.before.library.ema_counts.clone()
+    counts[3] = -100.0  # stays below zero through four rounds of noise
+    idle = replace(of.before, library=replace(of.before.library, ema_counts=counts))
+    after, told = of.learn(idle, tiny_stream().slice_(1))
+    assert told["reseeded"] == 1
+    assert METHOD.releases(of.world, after) == METHOD.releases(of.world, of.after)
+
+
+@pytest.mark.parametrize("trust", ["central", "secure-aggregation", "local"])
+def test_a_private_run_without_noise_or_target_is_refused_in_one_line(trust):
+    world = world_of(privacy__noise_multiplier=0.0, privacy__trust=trust)
+    with pytest.raises(ConfigError, match=r"^a private run needs --target-epsilon or --noise-multiplier, got 0 .*$"):
+        METHOD.start(world)
+
+
+def test_an_aggregator_that_cannot_be_noised_is_refused_before_slice_1():
+    with pytest.raises(ConfigError, match=r"^the geometric-median aggregator .* central trust; use fedkmeans, .*$"):
+        started(world_of(protofed__aggregator="geometric-median"))
+
+
+def test_more_prototypes_than_the_cohort_feeds_are_refused_before_slice_1():
+    with pytest.raises(ConfigError, match=r"^33 prototypes are more than the 32 uploads a round expects .*$"):
+        started(world_of(protofed__prototypes=33))
+
+
+@cache
+def with_newcomers() -> SliceStream:
+    """The tiny stream in which five users and five items occur in slice 1 for the first and only time."""
+    return SliceStream(shuffled_after(tiny_log(), tiny_stream().bounds[1].start, newcomers=5), tiny_config().stream)
+
+
+def test_a_user_with_one_event_gets_a_prompt_no_drift_and_one_row():
+    data, of = with_newcomers(), run()
+    slice_ = data.slice_(1)
+    seen = np.bincount(slice_.past.users)
+    first = slice_.train_positions[:5]
+    users = slice_.past.users[first].tolist()
+    once = [user for user in users if seen[user] == 1]
+    assert once
+    after, _ = of.learn(of.before, slice_)
+    asked = data.queries(data.query_set(1, "test"), np.arange(len(once)), LENGTH)
+    scores = of.scores(after, replace(asked, users=torch.tensor(once)))
+    assert scores.isfinite().all()
+    for user in once:
+        assert bool(after.table.met[user])
+        assert (int(after.table.periods[user]), float(after.table.total[user])) == (1, 0.0)
+        assert after.table.long[user].isfinite().all()
+        assert after.table.long[user].any()
+        position = int(first[users.index(user)])
+        assert after.rows.items[after.rows.clients == user].tolist() == [slice_.past.items[slice_.past.place[position]]]
+
+
+def cut_to(slice_: TimeSlice, n: int) -> TimeSlice:
+    """The slice with a train part of n events."""
+    last = slice_.bounds[-1]
+    return replace(slice_, bounds=(*slice_.bounds[:-1], replace(last, train_end=last.start + n)))
+
+
+@pytest.mark.parametrize("n", [0, 3])
+def test_users_without_an_event_in_the_train_part_keep_prompts_and_drift(n):
+    of = run()
+    slice_ = cut_to(tiny_stream().slice_(1), n)
+    active = sorted(set(slice_.past.users[slice_.train_positions].tolist()))
+    after, told = of.learn(of.before, slice_)
+    assert told["active_clients"] == len(active) <= n
+    assert told["rounds"] == 4  # who was met before uploads what it has
+    size = len(of.before.table)
+    idle = torch.ones(size, dtype=torch.bool)
+    idle[[user for user in active if user < size]] = False
+    for name in ("long", "short", "mean", "step", "total", "periods", "met"):
+        column = getattr(after.table, name)
+        assert torch.equal(column[:size][idle], getattr(of.before.table, name)[idle])
+        inactive = torch.ones(len(column), dtype=torch.bool).index_fill(
+            0, torch.tensor(active, dtype=torch.long), False
+        )
+        assert not column[size:][inactive[size:]].any()
+    for user in active:
+        assert after.table.periods[user] == (of.before.table.periods[user] if user < size else 0) + 1
+
+
+def test_a_slice_without_a_test_event_is_scored_to_nothing():
+    of, data = run(), tiny_stream()
+    asked = data.queries(data.query_set(1, "test"), np.arange(0), LENGTH)
+    assert of.scores(asked=asked).shape == (0, asked.n_items)
+
+
+def without_validation(slice_: TimeSlice) -> TimeSlice:
+    asked, columns = slice_.validation, ("positions", "positives", "users", "negatives", "hard")
+    return replace(slice_, validation=replace(asked, **{name: getattr(asked, name)[:0] for name in columns}))
+
+
+def test_a_slice_without_a_validation_event_only_lets_evidence_fade():
+    of = run()
+    after, _ = of.learn(of.before, without_validation(tiny_stream().slice_(1)))
+    n = len(of.before.table)
+    assert torch.equal(after.table.losses[:n], of.before.table.losses / 2)
+    assert not after.table.losses[n:].any()
+
+
+def test_no_client_has_a_row_for_a_validation_item_when_that_item_decides_about_rows(monkeypatch):
+    """A row that an event itself brought about makes rows look good on that event: selection on its own answer."""
+    of, slice_ = run(), tiny_stream().slice_(1)
+    used = []
+
+    def spying(*arguments):
+        used.append(arguments[4].rows)
+        return real(*arguments)
+
+    real = protofed_sp.variant_losses
+    monkeypatch.setattr(protofed_sp, "variant_losses", spying)
+    of.learn(of.before, slice_)
+    (rows,) = used
+    pairs = set(zip(rows.clients.tolist(), rows.items.tolist(), strict=True))
+    users, items = slice_.past.users, slice_.past.items[slice_.past.place]
+    until = slice_.bounds[-1].train_end
+    met = set(zip(users[:until].tolist(), items[:until].tolist(), strict=True))
+    asked = slice_.validation
+    novel = {pair for pair in zip(asked.users.tolist(), asked.positives.tolist(), strict=True) if pair not in met}
+    assert len(novel) > 10
+    assert not pairs & novel
+
+
+def test_a_state_saved_with_another_backbone_width_fails_clearly():
+    of = run()
+    narrow = random_model(
+        of.before.backbone.n_rows, width=8, layers=1, heads=2, ffn_width=2, history_length=LENGTH, dropout=0.1
+    )
+    with pytest.raises(RuntimeError, match=r"size mismatch for items: .*\[\d+, 16\]\) .*\[\d+, 8\]\)"):
+        unpack(replace(of.before, backbone=narrow), pack(of.after))
+
+
+def test_a_state_saved_with_another_prompt_length_fails_clearly():
+    of = run()
+    longer = random_linear_codec(3, 16, stream(0, "codec"), d_z=16)
+    with pytest.raises(RuntimeError, match=r"size mismatch for rows: .*\[16, 32\]\) .*\[16, 48\]\)"):
+        unpack(replace(of.before, codec=longer), pack(of.after))
+
+
+def test_a_state_comes_back_whole_and_learns_on_alike():
+    of = run()
+    back = unpack(of.before, pack(of.after))
+    assert same(back, of.after)
+    second, again = (of.learn(state, tiny_stream().slice_(2))[0] for state in (of.after, back))
+    assert same(second, again)
+
+
+def test_one_poisoned_client_changes_nobody_elses_device_and_breaks_no_round():
+    of = run(privacy__rounds_per_slice=0)  # prototypes are what clients share: without rounds they stay apart
+    slice_ = tiny_stream().slice_(1)
+    user = int(slice_.past.users[slice_.train_positions[0]])
+    assert bool(of.before.table.met[user])
+    long = of.before.table.long.clone()
+    long[user] = torch.nan
+    poisoned = replace(of.before, table=replace(of.before.table, long=long))
+    after, told = of.learn(poisoned, slice_)
+    others = torch.arange(len(after.table)) != user
+    assert torch.equal(after.table.long[others], of.after.table.long[others])
+    assert told["stuck_clients"] == 1
+    noisy = run()
+    after, _ = noisy.learn(replace(noisy.before, table=replace(noisy.before.table, long=long)), slice_)
+    assert all(x.isfinite().all() for x in (after.library.v, after.library.ema_sums, after.library.ema_counts))
+    assert after.table.long[others].isfinite().all()
