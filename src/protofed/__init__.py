@@ -15,6 +15,7 @@ from protofed.data.synthetic import WorldConfig, drifting_world
 from protofed.errors import ProtoFedError
 from protofed.experiments.run import Experiment
 from protofed.experiments.summary import summarise_run
+from protofed.inference.device import feedback, recommend
 from protofed.methods.catalogue import METHODS
 from protofed.methods.protocol import Method, World
 from protofed.slices.stream import SliceStream, TimeSlice, slice_log
@@ -33,12 +34,14 @@ __all__ = [
     "WorldConfig",
     "canonical",
     "drifting_world",
+    "feedback",
     "five_core",
     "from_columns",
     "load_log",
     "override",
     "preset",
     "read_toml",
+    "recommend",
     "save_log",
     "slice_log",
     "summarise_run",

@@ -101,7 +101,8 @@ class ProtoFedConfig:
     base_windows: int = 4  # newest windows of each base user that those steps read
     long_rate: float = 5e-3  # eta_l
     short_rate: float = 0.1  # eta_s
-    row_rate: float = 2e-2  # of a client's own item rows; 0 leaves them where they start
+    row_rate: float = 5e-3  # of a client's own item rows; 0 leaves them where they start
+    met_boost: float = 1.0  # an item just met starts with this much of what base users' rows gained on average
     sparsity: float = 1.0  # lambda_p in multiples of a client's median gradient entry
     group_sparsity: bool = False  # drop whole tokens of the short prompt
     lambda_max: float = 1.0  # the strongest pull to the prototypes
@@ -198,6 +199,7 @@ RANGES: Mapping[str, tuple[float, float]] = {  # what a number may be, ends incl
     "protofed.long_rate": (0, 100),
     "protofed.short_rate": (0, 1e6),
     "protofed.row_rate": (0, 100),
+    "protofed.met_boost": (0, 1e3),
     "protofed.sparsity": (0, 1e6),
     "protofed.lambda_max": (0, 1e6),
     "protofed.gamma": (0, 1e6),

@@ -1,5 +1,6 @@
 """Algorithm 1, ClientUpdate: one local step for a whole stack of clients, in one tensor program."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -94,6 +95,17 @@ class StepReport:
     loss: Float[Tensor, " U"]  # mean over the client's targets
     moved: Bool[Tensor, " U"]  # false where a gradient was not finite
     sparsity: Float[Tensor, " U"]  # zeros of the short prompt
+
+
+def cooled(rule: LocalRule, step: int, steps: int) -> LocalRule:
+    """The rule at one of a slice's local steps: rates of long prompts and own rows fall along a cosine, to near zero.
+
+    The appendix names a cosine schedule for AdamW; the printed plain steps of the literal mode stay as they are.
+    """
+    if rule.as_printed:
+        return rule
+    share = 0.5 * (1 + math.cos(math.pi * step / steps))
+    return replace(rule, eta_l=rule.eta_l * share, eta_r=rule.eta_r * share)
 
 
 def fresh_state(prompts: PromptState, rows: OwnRows) -> ClientState:

@@ -28,7 +28,7 @@ from protofed.client.codec import (
 from protofed.client.drift import fit_gate, fit_kappa, literal_gate, observe
 from protofed.client.own_rows import OwnRows, met_boost, no_rows, own_embed, subset, with_met_items, written_back
 from protofed.client.prompts import PromptState
-from protofed.client.update import Broadcast, Lesson, LocalRule, client_update
+from protofed.client.update import Broadcast, Lesson, LocalRule, client_update, cooled
 from protofed.config import RunConfig
 from protofed.federation.acceptance import VARIANTS, remembered, variant_losses
 from protofed.federation.lessons import ClientData, chunks, client_data, negatives_of
@@ -135,13 +135,13 @@ def base_devices(
             lesson = Lesson(windows, shared.v.expand(n, -1), *torch.zeros(2, n, device=device))
             drawn = negatives_of(windows, config.training.negatives, base.n_train_items, seed=config.seed, step=step)
             state = client_stack(table, data, rows, moments, where, device)
-            state, _ = client_update(shared, state, lesson, drawn, alone)
+            state, _ = client_update(shared, state, lesson, drawn, cooled(alone, step, settings.base_steps))
             keep_stack(table, data, rows, moments, where, state)
         progress("base devices", step + 1, settings.base_steps, "")
     learned = written_back(own, place, rows)
     taste = torch.zeros(len(table), shape[1], device=where_kept)
     taste[data.users.to(where_kept)] = tastes(backbone, own, data, settings.chunk).to(taste)
-    return table, learned, met_boost(own, learned, taste)
+    return table, learned, settings.met_boost * met_boost(own, learned, taste)
 
 
 def nobody_yet(backbone: SASRec, prompt_length: int, d: int, d_z: int) -> Broadcast:

@@ -15,7 +15,7 @@ from protofed.client.own_rows import OwnRows, own_embed, subset, written_back
 from protofed.client.prompts import PromptState, carry_over, first_contact
 from protofed.client.router import route
 from protofed.client.steps import AdamWState, adamw_start
-from protofed.client.update import Broadcast, ClientState, Lesson, LocalRule, StepReport, client_update
+from protofed.client.update import Broadcast, ClientState, Lesson, LocalRule, StepReport, client_update, cooled
 from protofed.federation.lessons import ClientData, chunks, negatives_of
 from protofed.federation.table import ClientTable, drift_of, keep_drift, keep_prompts, prompts_of
 from protofed.privacy.draws import bernoulli, normal
@@ -127,7 +127,9 @@ def simulate_slice(
                 key = schedule.slice_index * 100_000 + number
                 drawn = negatives_of(lesson.windows, schedule.negatives, schedule.n_items, seed=schedule.seed, step=key)
                 on_device = replace(lesson, windows=moved(lesson.windows, device))
-                state, report = client_update(shared, state, on_device, drawn.to(device), rule)
+                state, report = client_update(
+                    shared, state, on_device, drawn.to(device), cooled(rule, number, schedule.local_steps)
+                )
                 keep_stack(table, data, active_rows, moments, where, state)
                 if number == schedule.local_steps - 1:
                     steps.append(report)

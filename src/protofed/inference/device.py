@@ -11,7 +11,7 @@ from torch import Tensor
 
 from protofed.client.codec import QueryEncoder, unit
 from protofed.client.drift import DriftState, Gate, drift_gate, no_drift, observe
-from protofed.client.own_rows import NEIGHBOURS, OwnRows, find, no_rows
+from protofed.client.own_rows import NEIGHBOURS, OwnRows, find, no_rows, own_embed
 from protofed.client.prompts import PromptState, carry_over, mixture
 from protofed.client.router import route
 from protofed.client.update import Broadcast, Lesson, LocalRule, fresh_state, learn_from_feedback
@@ -138,11 +138,19 @@ def _session_begun(model: Model, device: Device, time: int) -> Device:
     pause = time - int(device.times[-1]) if len(device.times) else 0
     if len(device.times) and pause <= SECONDS_PER_HOUR * model.session_gap_hours:
         return device
-    with torch.no_grad():
-        h = model.g(model.shared.backbone.last_hidden(as_query(model, device).tokens))
+    h = _query(model, device)
     begun = torch.ones(1, dtype=torch.int64, device=device.items.device)
     faded = carry_over(device.prompts, begun, carry=model.carry)
     return replace(device, prompts=faded, drift=observe(device.drift, h))
+
+
+@torch.no_grad()
+def _query(model: Model, device: Device) -> Float[Tensor, "1 d_z"]:
+    """h: the device's history as the query encoder sees it, own rows included."""
+    query, backbone = as_query(model, device), model.shared.backbone
+    rows = device.rows if device.use_rows else no_rows(device.rows.rows.shape[1], device=query.tokens.device)
+    h: Tensor = model.g(backbone.last_hidden(query.tokens, None, own_embed(rows, query.users, backbone.embed)))
+    return h
 
 
 def _lesson(model: Model, device: Device, item: int) -> tuple[Lesson, PromptState]:
@@ -156,8 +164,7 @@ def _lesson(model: Model, device: Device, item: int) -> tuple[Lesson, PromptStat
         targets=torch.tensor([[item]], device=tokens.device),
         newest=torch.tensor([len(device.items)], device=tokens.device),
     )
-    with torch.no_grad():
-        h = model.g(model.shared.backbone.last_hidden(tokens))
+    h = _query(model, device)
     prompts = device.prompts if device.met else _first_prompts(model, h)
     gate = drift_gate(devices.drift, model.gate)
     return Lesson(windows, h, gate, torch.zeros_like(gate)), prompts

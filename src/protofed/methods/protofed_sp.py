@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend
 from protofed.client.drift import Gate
-from protofed.client.own_rows import OwnRows, with_met_items
+from protofed.client.own_rows import OwnRows, subset, with_met_items
 from protofed.client.update import LocalRule
 from protofed.config import RunConfig, ablated
 from protofed.federation.acceptance import VARIANTS, accepted, remembered, variant_losses
@@ -25,7 +25,8 @@ from protofed.federation.lessons import client_data, session_starts
 from protofed.federation.plan import Plan, plan, releases
 from protofed.federation.preparation import everybody_uses, prepare
 from protofed.federation.simulator import Encoders, Schedule, broadcast, simulate_slice, tastes
-from protofed.federation.table import ClientTable, grown
+from protofed.federation.table import ClientTable, drift_of, grown, prompts_of
+from protofed.inference.device import Device, Model, new_device
 from protofed.inference.online import Devices, online_inference
 from protofed.methods.frozen import BackboneState, learn_new_rows
 from protofed.methods.protocol import Diagnostics, World
@@ -292,6 +293,44 @@ def devices_of(config: RunConfig, state: ProtoFedState) -> Devices:
         use_prompt=state.use_prompt.to(device),
         use_rows=state.use_rows.to(device),
         newcomers_use_prompt=newcomers,
+    )
+
+
+def on_device_model(config: RunConfig, state: ProtoFedState, n_items: int) -> Model:
+    """What every device holds after a slice, for `inference.device`: `recommend` and `feedback` of a single user."""
+    settings, encoders = config.protofed, encoders_of(state)
+    shared = broadcast(state.backbone, encoders.codec, state.library.v)
+    return Model(
+        shared,
+        encoders.g,
+        state.gate,
+        local_rule(as_run(config)),
+        n_items,
+        carry=settings.carry,
+        session_gap_hours=settings.session_gap_hours,
+        negatives=config.training.negatives,
+        seed=config.seed,
+    )
+
+
+def device_of_user(
+    config: RunConfig, state: ProtoFedState, user: int, items: Int[Tensor, " n"], times: Int[Tensor, " n"]
+) -> Device:
+    """One user's device after a slice, with the user's events so far; a user nobody met has an empty one."""
+    model = on_device_model(config, state, 1)
+    if user >= len(state.table) or not bool(state.table.met[user]):
+        newcomers = devices_of(config, state).newcomers_use_prompt
+        return replace(new_device(model), items=items, times=times, use_prompt=newcomers)
+    device, whose = model.shared.v.device, torch.tensor([user], device=state.rows.clients.device)
+    return Device(
+        prompts=prompts_of(state.table, whose, device),
+        rows=subset(state.rows, whose)[0],
+        drift=drift_of(state.table, whose, device),
+        items=items.to(device),
+        times=times.to(device),
+        met=True,
+        use_prompt=bool(state.use_prompt[user]),
+        use_rows=bool(state.use_rows[user]),
     )
 
 

@@ -1,5 +1,6 @@
 """A whole slice against every client played alone, in chunks of any size, on every kind of table, with poison."""
 
+import math
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
@@ -328,10 +329,12 @@ def slow_slice(
             library = slow_round(town, library, table, schedule.first_round + number, schedule.sampling_rate)
             continue
         shared = broadcast(town.backbone, town.encoders.codec, library.v)
+        falling = 0.5 * (1 + math.cos(math.pi * number / schedule.local_steps))
+        now = replace(rule, eta_l=falling * rule.eta_l, eta_r=falling * rule.eta_r)
         for u, lesson in lessons.items():
             key = schedule.slice_index * 100_000 + number
             negatives = negatives_of(lesson.windows, schedule.negatives, schedule.n_items, seed=schedule.seed, step=key)
-            states[u], _ = client_update(shared, states[u], lesson, negatives, rule)
+            states[u], _ = client_update(shared, states[u], lesson, negatives, now)
             table.long[u], table.short[u] = states[u].prompts.long[0], states[u].prompts.short[0]
     return table, library, {u: state.rows for u, state in states.items()}
 

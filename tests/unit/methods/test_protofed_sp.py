@@ -14,9 +14,17 @@ from protofed.client.codec import CodecTraining, random_linear_codec
 from protofed.config import ABLATIONS
 from protofed.errors import ConfigError
 from protofed.federation import preparation
+from protofed.inference.device import recommend
 from protofed.methods import protofed_sp
 from protofed.methods.protocol import World
-from protofed.methods.protofed_sp import ProtoFedSP, ProtoFedState, as_run, schedule_of
+from protofed.methods.protofed_sp import (
+    ProtoFedSP,
+    ProtoFedState,
+    as_run,
+    device_of_user,
+    on_device_model,
+    schedule_of,
+)
 from protofed.methods.state import pack, unpack
 from protofed.privacy.accountant import epsilon
 from protofed.privacy.ledger import Release
@@ -405,3 +413,20 @@ def test_one_poisoned_client_changes_nobody_elses_device_and_breaks_no_round():
     after, _ = noisy.learn(replace(noisy.before, table=replace(noisy.before.table, long=long)), slice_)
     assert all(x.isfinite().all() for x in (after.library.v, after.library.ema_sums, after.library.ema_counts))
     assert after.table.long[others].isfinite().all()
+
+
+def test_one_users_device_recommends_what_the_table_of_all_users_does():
+    of = run()
+    asked, queries = questions(1, "test")
+    n_items = tiny_stream().query_set(1, "test").n_items
+    together = ProtoFedSP().score(of.world, of.after, queries)
+    model = on_device_model(of.world.config, of.after, n_items)
+    newcomer = int((queries.users >= len(of.after.table)).int().argmax()) if len(of.after.table) else 0
+    for row in {0, len(asked) // 2, len(asked) - 1, newcomer}:
+        past = slice(int(queries.offsets[row]), int(queries.offsets[row + 1]))
+        device = device_of_user(
+            of.world.config, of.after, int(queries.users[row]), queries.past_items[past], queries.past_times[past]
+        )
+        ranking = recommend(model, device, n=n_items)
+        assert torch.allclose(ranking.scores, together[row][ranking.items], atol=1e-4)
+        assert torch.equal(ranking.scores, ranking.scores.sort(descending=True).values)
