@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from protofed.config import read_toml
+from protofed.config import RunConfig, read_toml
 
 COLUMNS = (("sampled", "all"), ("sampled", "novel"), ("sampled", "repeat"), ("full", "all"), ("full", "novel"))
 STRATA = ("new_item", "known_item", "new_user", "returning", "empty_history", "unseen_item")
@@ -28,9 +28,17 @@ def collect(runs: Path) -> pa.Table:
         whole = pc.and_(pc.equal(table["subset"], "all"), pc.is_in(table["candidates"], pa.array(["sampled", "full"])))
         metric = pc.is_in(table["metric"], pa.array(["ndcg@10", "hr@10"]))
         table = table.filter(pc.and_(pc.and_(pc.equal(table["split"], "test"), metric), pc.or_(diagonal, whole)))
-        names = pa.array([config.method] * len(table)), pa.array(np.full(len(table), config.seed, dtype=np.int32))
+        names = pa.array([label(config)] * len(table)), pa.array(np.full(len(table), config.seed, dtype=np.int32))
         tables.append(table.drop_columns(["split"]).add_column(0, "method", names[0]).add_column(1, "seed", names[1]))
     return pa.concat_tables(tables)
+
+
+def label(config: RunConfig) -> str:
+    """The method, and for ProtoFed-SP its mode and what was left out."""
+    if config.method != "protofed-sp":
+        return config.method
+    without = f", without {config.protofed.ablate}" if config.protofed.ablate else ""
+    return f"protofed-sp ({config.protofed.mode}{without})"
 
 
 def diagonal_means(rows: list[dict[str, object]], metric: str) -> dict[tuple[str, str, str], list[float]]:

@@ -102,7 +102,7 @@ class ProtoFedConfig:
     long_rate: float = 5e-3  # eta_l
     short_rate: float = 0.1  # eta_s
     row_rate: float = 5e-3  # of a client's own item rows; 0 leaves them where they start
-    met_boost: float = 1.0  # an item just met starts with this much of what base users' rows gained on average
+    met_boost: float = 3.0  # an item just met starts with this much of what base users' rows gained on average
     sparsity: float = 1.0  # lambda_p in multiples of a client's median gradient entry
     group_sparsity: bool = False  # drop whole tokens of the short prompt
     lambda_max: float = 1.0  # the strongest pull to the prototypes
@@ -113,7 +113,7 @@ class ProtoFedConfig:
     acceptance_prior: float = 5.0  # the base users' verdict on prompts and rows counts like so many events of one's own
     carry: float = 0.5  # what of the short prompt survives the start of a session
     session_gap_hours: float = 8.0  # a longer pause starts a session
-    chunk: int = 2048  # clients computed at once; changes memory, not results
+    chunk: int = 512  # clients computed at once; changes memory and speed, not results
     bf16: bool = False  # backbone passes in bfloat16, on a GPU
     table: Literal["device", "host"] = "device"  # where the prompts of all users are kept
 

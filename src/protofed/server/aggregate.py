@@ -35,6 +35,7 @@ from protofed.server.separation import enforce_separation, literal_separation, s
 
 Aggregator = Literal["fedkmeans", "geometric-median", "barycenter"]
 SECURE_SCALE = 2.0**16  # integer steps in one unit of an embedding
+UPLOADS_AT_ONCE = 2_048  # of devices that noise all rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,23 +117,42 @@ def released_sums(
     noise: Noise,
 ) -> Float[Tensor, "K row"]:
     """The noised sums and counts a round releases, by the upload format of the trust model."""
-    upload, k = rule.upload, rule.upload.n_prototypes
-    shape = (k, upload.width + 1)
+    upload = rule.upload
     if rule.noise_multiplier == 0 or rule.trust == "central":
         rounding = uniform(seed, "quantise", users, round_, (upload.width,))
         seen, block = opened(central_upload(z, block, upload, rounding), upload)
         return noised_sums(seen, block, upload, rule.noise_multiplier, noise)
-    if rule.trust == "local":
-        std = upload.noise_std(rule.noise_multiplier, "local")
-        own = normal(seed, "local noise", users, round_, shape)
-        return local_sums(
-            local_upload(z, block, upload, std, own, uniform(seed, "quantise", users, round_, shape)), upload, std
-        )
-    std = secure_std(upload, rule.noise_multiplier, SECURE_SCALE, honest=rule.honest, clients=max(len(users), 1))
-    if len(users) < rule.honest:  # their noise would not reach the multiplier: the round releases nothing
+    shape = (upload.n_prototypes, upload.width + 1)
+    if rule.trust == "secure-aggregation" and len(users) < rule.honest:  # their noise would not reach the multiplier
         return torch.full(shape, torch.nan, dtype=torch.float64, device=z.device)
+    whole_rows = _local_part if rule.trust == "local" else _secure_part
+    parts = [  # a device noises all K rows, so that a round is added up some devices at a time
+        whole_rows(users[at], z[at], block[at], rule, len(users), seed, round_)
+        for at in (slice(first, first + UPLOADS_AT_ONCE) for first in range(0, max(len(users), 1), UPLOADS_AT_ONCE))
+    ]
+    total = torch.stack(parts).sum(0)
+    return total if rule.trust == "local" else secure_sums(total, SECURE_SCALE)
+
+
+def _local_part(
+    users: Tensor, z: Tensor, block: Tensor, rule: ServerRule, n: int, seed: int, round_: int
+) -> Float[Tensor, "K row"]:
+    """The sum of some devices' uploads, each noised by itself."""
+    upload = rule.upload
+    std, shape = upload.noise_std(rule.noise_multiplier, "local"), (upload.n_prototypes, upload.width + 1)
+    own, rounding = normal(seed, "local noise", users, round_, shape), uniform(seed, "quantise", users, round_, shape)
+    return local_sums(local_upload(z, block, upload, std, own, rounding), upload, std)
+
+
+def _secure_part(
+    users: Tensor, z: Tensor, block: Tensor, rule: ServerRule, n: int, seed: int, round_: int
+) -> Int[Tensor, "K row"]:
+    """The sum of some devices' integers; of all n together only the total modulo 2^32 is ever seen."""
+    upload = rule.upload
+    std = secure_std(upload, rule.noise_multiplier, SECURE_SCALE, honest=rule.honest, clients=max(n, 1))
+    shape = (upload.n_prototypes, upload.width + 1)
     share = discrete_gaussian(uniform(seed, "discrete noise", users, round_, shape), std)
-    return secure_sums(secure_upload(z, block, upload, SECURE_SCALE, share).sum(0), SECURE_SCALE)
+    return secure_upload(z, block, upload, SECURE_SCALE, share).sum(0)
 
 
 def round_report(
