@@ -80,6 +80,46 @@ def test_a_run_prints_its_numbers_as_json_and_a_second_call_only_shows_them(tmp_
     assert "popularity" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
+PRIVATE = [
+    *("run", "--method", "protofed-sp", "--out", "run", "--cache", "cache", *FAST),
+    *("--set", "protofed.base_steps=1", "--set", "protofed.local_steps=1", "--set", "privacy.rounds_per_slice=3"),
+]
+
+
+def test_a_private_run_prints_what_it_promises_and_keeps_the_ledger(tmp_path):
+    told = json.loads(protofed(*PRIVATE, "--target-epsilon", "2", "--json", cwd=tmp_path).stdout)["privacy"]
+    (release,) = told["releases"]
+    assert (release["sampling_rate"], release["count"], release["stream"]) == (0.05, 6, "prototypes")
+    assert (told["trust"], told["adjacency"], told["unit"], told["delta"]) == (
+        *("central", "add or remove one user", "user", 1e-5),
+    )
+    assert 1.99 < told["epsilon_release"] <= 2.0
+    assert told["epsilon_server"] is None
+    priced = json.loads(protofed("privacy", "--ledger", "run/ledger.json", "--json", cwd=tmp_path).stdout)
+    assert priced["guarantees"][0]["epsilon"]["pld"] == told["epsilon_release"]
+    shown = protofed(*PRIVATE, "--target-epsilon", "2", cwd=tmp_path).stdout
+    assert "privacy: ε = 2 against who sees what is released, nothing is promised against the server" in shown
+    assert "δ = 1e-05, add or remove one user, per user, central trust" in shown
+    assert "rate 0.05, 6 rounds" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target-epsilon", "0"], "a private run needs --target-epsilon or --noise-multiplier"),
+        (["--target-epsilon", "0.1", "--noise-multiplier", "0.3"], "spends more than ε = 0.1 in its first round"),
+        (["--set", "protofed.aggregator=geometric-median"], "the geometric-median aggregator has no noise of bounded"),
+        (["--set", "protofed.prototypes=5000"], "5000 prototypes are more than the"),
+    ],
+)
+def test_a_promise_that_cannot_be_kept_is_refused_in_one_line(tmp_path, arguments, message):
+    done = protofed(*PRIVATE, *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    (line,) = [line for line in done.stderr.strip().splitlines() if line.startswith("error: ")]
+    assert message in line
+    assert not (tmp_path / "run" / "metrics.parquet").exists()
+
+
 def test_the_installed_command_lists_the_methods(tmp_path):
     command = [sys.executable, "-m", "protofed.cli.main", "run", "--list-methods", "--json"]
     listed = json.loads(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300).stdout)
@@ -113,6 +153,10 @@ def test_a_config_file_is_read_and_flags_go_before_it(tmp_path):
         (["--seed", "-1"], "seed must lie between 0 and"),
         (["--device", "tpu9"], "--device must be cpu, cuda or auto, got 'tpu9'"),
         (["--config", "missing.toml"], "no config file at missing.toml"),
+        (["--ablate", "shorts"], "unknown ablation 'shorts'; did you mean 'short'?"),
+        (["--mode", "fast"], "protofed.mode must be one of reference, literal, nodp, got 'fast'"),
+        (["--trust", "nobody"], "privacy.trust must be one of central, secure-aggregation, local, got 'nobody'"),
+        (["--target-epsilon", "-1"], "privacy.target_epsilon must lie between 0 and"),
     ],
 )
 def test_a_mistake_in_the_call_is_one_line_and_writes_nothing(tmp_path, arguments, message):

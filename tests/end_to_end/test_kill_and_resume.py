@@ -12,6 +12,7 @@ import pytest
 import worlds
 
 from protofed.config import to_toml
+from protofed.privacy.ledger import read_ledger
 
 CHILD = """
 import os, signal, sys
@@ -37,20 +38,22 @@ def save_half(tensors, path, metadata=None):
 
 whole, folders.save_file = folders.save_file, save_half
 print("ready", flush=True)
-Experiment(worlds.tiny_config(method="finetune-last"), worlds.tiny_log(), cache, worlds.CPU, "test").run(out)
+Experiment(worlds.tiny_config(method=sys.argv[5]), worlds.tiny_log(), cache, worlds.CPU, "test").run(out)
 print("finished", flush=True)
 """
 
 
-def start(tmp_path: Path, out: Path, die_in_checkpoint: int = 0) -> subprocess.Popen[str]:
+def start(
+    tmp_path: Path, out: Path, die_in_checkpoint: int = 0, method: str = "finetune-last"
+) -> subprocess.Popen[str]:
     script = tmp_path / "child.py"
     script.write_text(CHILD)
-    arguments = [str(Path(worlds.__file__).parent), str(out), str(tmp_path / "cache"), str(die_in_checkpoint)]
+    arguments = [str(Path(worlds.__file__).parent), str(out), str(tmp_path / "cache"), str(die_in_checkpoint), method]
     return subprocess.Popen([sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True)
 
 
-def run_to_the_end(tmp_path: Path, out: Path) -> float:
-    child = start(tmp_path, out)
+def run_to_the_end(tmp_path: Path, out: Path, method: str = "finetune-last") -> float:
+    child = start(tmp_path, out, method=method)
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
     began = time.monotonic()
@@ -96,3 +99,18 @@ def test_a_kill_inside_any_checkpoint_write_loses_only_that_slice(tmp_path, chec
     assert (out / "checkpoint.safetensors").exists() == (checkpoint > 1)
     run_to_the_end(tmp_path, out)
     assert (out / "metrics.parquet").read_bytes() == (whole / "metrics.parquet").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_private_run_that_is_killed_ends_with_the_same_results_and_the_same_ledger(tmp_path):
+    whole, out = tmp_path / "whole", tmp_path / "killed"
+    run_to_the_end(tmp_path, whole, "protofed-sp")
+    child = start(tmp_path, out, die_in_checkpoint=2, method="protofed-sp")
+    child.communicate(timeout=300)
+    assert child.returncode == -signal.SIGKILL
+    ahead, _ = read_ledger(out / "ledger.json")
+    assert [release.count for release in ahead] == [4]  # slice 1 was released, though its checkpoint was not written
+    run_to_the_end(tmp_path, out, "protofed-sp")
+    for name in ("metrics.parquet", "per_user.parquet", "ledger.json"):
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+    assert [release.count for release in read_ledger(out / "ledger.json")[0]] == [8]

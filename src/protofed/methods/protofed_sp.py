@@ -34,7 +34,7 @@ from protofed.privacy.ledger import Ledger
 from protofed.privacy.upload import UploadRule
 from protofed.seeds import numpy_stream, stream
 from protofed.server.aggregate import ServerRule, slice_end
-from protofed.server.library import PrototypeLibrary
+from protofed.server.library import PrototypeLibrary, check_cohort
 from protofed.slices.histories import Queries
 from protofed.slices.leaks import Evidence
 from protofed.slices.stream import TimeSlice
@@ -135,6 +135,8 @@ class ProtoFedSP:
         config = as_run(world.config)
         settled = plan(config.privacy, config.stream.n_slices, private=config.protofed.mode == "reference")
         server_rule(config, 1, settled.noise_multiplier, 1)  # what cannot be done is refused before any work
+        if config.protofed.mode == "reference" and config.protofed.prototypes:
+            check_cohort(config.protofed.prototypes, config.privacy.sampling_rate, world.base.past.n_users)
         made = prepare(config, world.base, world.backbone, local_rule(config), world.progress)
         use_prompt, use_rows = accepted(made.table.losses, made.prior, may_use(config))
         codec, g = made.encoders.codec, made.encoders.g
