@@ -14,8 +14,9 @@ from torch import Generator, Tensor
 from protofed.backbone.losses import LOSSES, draw_negatives, window_losses
 from protofed.backbone.new_items import with_new_rows
 from protofed.backbone.sasrec import SASRec
-from protofed.backbone.training import Descend, ExtraLosses, Task, train
+from protofed.backbone.training import Descend, ExtraLosses
 from protofed.errors import ConfigError
+from protofed.methods.baselines.finetune_last import fine_tuned
 from protofed.methods.frozen import BackboneState
 from protofed.methods.protocol import Diagnostics, World
 from protofed.slices.histories import Histories, tokens_ending_at
@@ -142,21 +143,11 @@ def replay(
     return extra
 
 
-def fine_tuned(
+def fine_tuned_state(
     world: World, state: BackboneState, slice_: TimeSlice, descend: Descend, extra: ExtraLosses | None
 ) -> tuple[BackboneState, Diagnostics]:
     """FineTune-Last with something added to its loss; without `extra` it is FineTune-Last bit for bit."""
-    config = world.config
-    task = Task(slice_, slice_.train_positions, config.training.slice_epochs, config.training.slice_learning_rate)
-    model, fit = train(
-        with_new_rows(state.backbone, slice_)[0],
-        task,
-        config.training,
-        seed=config.seed,
-        descend=descend,
-        extra=extra,
-        progress=world.progress,
-    )
+    model, fit = fine_tuned(world, with_new_rows(state.backbone, slice_)[0], slice_, descend, extra=extra)
     return BackboneState(model, slice_.index, max(state.newest_target, fit.newest_target)), fit.diagnostics()
 
 

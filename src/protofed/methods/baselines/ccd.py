@@ -34,7 +34,7 @@ from protofed.backbone.losses import draw_negatives
 from protofed.backbone.sasrec import SASRec, at_rest, grown
 from protofed.backbone.training import Descend, ExtraLosses, Fit, Task, train
 from protofed.config import BackboneConfig
-from protofed.methods.baselines.buffer import Tally, fine_tuned, real_targets, within
+from protofed.methods.baselines.buffer import Tally, fine_tuned_state, real_targets, within
 from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, started
 from protofed.methods.protocol import Diagnostics, World
 from protofed.progress import Progress
@@ -264,7 +264,7 @@ class CCD:
         """The learner after the slice and the replay from these sources, what it replayed, and how it went."""
         tally, clock = Tally(), Clock(world.progress)
         extra = self._replay(world, teacher, slice_, sources, clock, tally) if self.weight > 0 else None
-        learned, fit = fine_tuned(replace(world, progress=clock), learner, slice_, descend, extra)
+        learned, fit = fine_tuned_state(replace(world, progress=clock), learner, slice_, descend, extra)
         return learned, {"replay_loss": 0.0, "replayed_items": 0.0, "soft_label": 0.0} | tally.means(), fit
 
     def _replay(

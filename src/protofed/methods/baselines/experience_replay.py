@@ -30,7 +30,7 @@ from protofed.backbone.training import Descend
 from protofed.methods.baselines.buffer import (
     Capacity,
     Tally,
-    fine_tuned,
+    fine_tuned_state,
     newest,
     rank_within,
     replay,
@@ -73,7 +73,7 @@ def learn_with_replay(
     """The backbone after the slice's train part and the replayed buffer, together."""
     tally = Tally()
     rng = stream(world.config.seed, "replay", slice_.index)
-    learned, fit = fine_tuned(world, model, slice_, descend, replay(world, slice_, buffer, beta, rng, tally))
+    learned, fit = fine_tuned_state(world, model, slice_, descend, replay(world, slice_, buffer, beta, rng, tally))
     model = replace(learned, newest_target=newest(learned, buffer))
     return model, {**fit, "replay_buffer": len(buffer), "replay_loss": 0.0, **tally.means()}
 

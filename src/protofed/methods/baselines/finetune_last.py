@@ -12,13 +12,39 @@ from torch import Tensor
 
 from protofed.backbone.new_items import with_new_rows
 from protofed.backbone.sasrec import SASRec
-from protofed.backbone.training import Descend, Task, train
+from protofed.backbone.training import Descend, ExtraLosses, Fit, Task, Trainable, everything, train
 from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, started
 from protofed.methods.protocol import Diagnostics, World
+from protofed.progress import Progress
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
 from protofed.slices.leaks import Evidence
 from protofed.slices.stream import TimeSlice
+
+
+def fine_tuned(
+    world: World,
+    first: SASRec,
+    slice_: TimeSlice,
+    descend: Descend,
+    *,
+    extra: ExtraLosses | None = None,
+    trainable: Trainable = everything,
+    progress: Progress | None = None,
+) -> tuple[SASRec, Fit]:
+    """`first` trained on the slice's train part as FineTune-Last would, plus what the method adds to the loss."""
+    training = world.config.training
+    task = Task(slice_, slice_.train_positions, training.slice_epochs, training.slice_learning_rate)
+    return train(
+        first,
+        task,
+        training,
+        seed=world.config.seed,
+        descend=descend,
+        trainable=trainable,
+        extra=extra,
+        progress=progress or world.progress,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +57,7 @@ class FineTuneLast:
     def learn(
         self, world: World, state: BackboneState, slice_: TimeSlice, descend: Descend
     ) -> tuple[BackboneState, Diagnostics]:
-        config = world.config
-        model = self._first_weights(world, state, slice_)
-        task = Task(slice_, slice_.train_positions, config.training.slice_epochs, config.training.slice_learning_rate)
-        model, fit = train(model, task, config.training, seed=config.seed, descend=descend, progress=world.progress)
+        model, fit = fine_tuned(world, self._first_weights(world, state, slice_), slice_, descend)
         learned = BackboneState(model, slice_.index, max(state.newest_target, fit.newest_target))
         return learned, fit.diagnostics()
 

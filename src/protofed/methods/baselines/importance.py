@@ -12,10 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from protofed.backbone.new_items import with_new_rows
 from protofed.backbone.sasrec import SASRec
-from protofed.backbone.training import Descend, ExtraLosses, Fit, Task, Trainable, everything, train
+from protofed.backbone.training import Descend, ExtraLosses, Fit
+from protofed.methods.baselines.finetune_last import fine_tuned
 from protofed.methods.frozen import BackboneState
 from protofed.methods.protocol import World
-from protofed.progress import Progress
 from protofed.seeds import numpy_stream, stream
 from protofed.slices.histories import tokens_ending_at
 from protofed.slices.stream import TimeSlice
@@ -47,31 +47,6 @@ class RunningMean:
 
     def value(self) -> float:
         return float(self.total) / max(self.count, 1)
-
-
-def fine_tuned(
-    world: World,
-    first: SASRec,
-    slice_: TimeSlice,
-    descend: Descend,
-    *,
-    extra: ExtraLosses | None = None,
-    trainable: Trainable = everything,
-    progress: Progress | None = None,
-) -> tuple[SASRec, Fit]:
-    """`first` trained on the slice's train part as FineTune-Last would, plus what the method adds to the loss."""
-    training = world.config.training
-    task = Task(slice_, slice_.train_positions, training.slice_epochs, training.slice_learning_rate)
-    return train(
-        first,
-        task,
-        training,
-        seed=world.config.seed,
-        descend=descend,
-        trainable=trainable,
-        extra=extra,
-        progress=progress or world.progress,
-    )
 
 
 def drawn_back(

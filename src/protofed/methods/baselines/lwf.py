@@ -20,7 +20,8 @@ from torch import Generator, Tensor
 from protofed.backbone.new_items import with_new_rows
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend, ExtraLosses
-from protofed.methods.baselines.importance import RunningMean, fine_tuned, first_places, n_targets
+from protofed.methods.baselines.finetune_last import fine_tuned
+from protofed.methods.baselines.importance import RunningMean, first_places, n_targets
 from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, started
 from protofed.methods.protocol import Diagnostics, World
 from protofed.seeds import stream

@@ -24,7 +24,7 @@ from protofed.backbone.losses import draw_negatives
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend, ExtraLosses
 from protofed.errors import ConfigError
-from protofed.methods.baselines.buffer import Tally, fine_tuned
+from protofed.methods.baselines.buffer import Tally, fine_tuned_state
 from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, started
 from protofed.methods.protocol import Diagnostics, World
 from protofed.seeds import stream
@@ -106,7 +106,7 @@ class ReLoop:
     ) -> tuple[BackboneState, Diagnostics]:
         tally = Tally()
         extra = self._correction(world, state.backbone, slice_, tally) if self.alpha > 0 else None
-        learned, fit = fine_tuned(world, state, slice_, descend, extra)
+        learned, fit = fine_tuned_state(world, state, slice_, descend, extra)
         return learned, {**fit, "correction": 0.0, "active_pairs": 0.0, **tally.means()}
 
     def _correction(self, world: World, last: SASRec, slice_: TimeSlice, tally: Tally) -> ExtraLosses:

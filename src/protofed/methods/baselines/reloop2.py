@@ -27,7 +27,7 @@ from torch import Tensor
 from protofed.backbone.losses import draw_negatives
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend
-from protofed.methods.baselines.buffer import event_windows, fine_tuned, in_chunks, within
+from protofed.methods.baselines.buffer import event_windows, fine_tuned_state, in_chunks, within
 from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, started
 from protofed.methods.protocol import Diagnostics, World
 from protofed.seeds import stream
@@ -153,7 +153,7 @@ class ReLoop2:
     def learn(
         self, world: World, state: MemoryState, slice_: TimeSlice, descend: Descend
     ) -> tuple[MemoryState, Diagnostics]:
-        learned, fit = fine_tuned(world, state.model, slice_, descend, None)
+        learned, fit = fine_tuned_state(world, state.model, slice_, descend, None)
         buckets, errors = self._served(world, state, learned.backbone, slice_)
         positions = slice_.train_positions
         newest = int(slice_.times[positions].max()) if len(positions) else torch.iinfo(torch.int64).min

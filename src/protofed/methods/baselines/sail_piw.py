@@ -31,7 +31,8 @@ from torch import Generator, Tensor, nn
 from protofed.backbone.new_items import with_new_rows
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend, ExtraLosses, ParameterGroups, everything
-from protofed.methods.baselines.importance import RunningMean, fine_tuned, n_targets, on
+from protofed.methods.baselines.finetune_last import fine_tuned
+from protofed.methods.baselines.importance import RunningMean, n_targets, on
 from protofed.methods.baselines.lwf import Lists, divergence, graded, logits_of
 from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, started
 from protofed.methods.protocol import Diagnostics, World

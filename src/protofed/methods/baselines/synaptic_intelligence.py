@@ -22,11 +22,11 @@ from torch import Tensor
 from protofed.backbone.new_items import with_new_rows
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend, Fit, PlainDescent, Task, WindowLosses, train
+from protofed.methods.baselines.finetune_last import fine_tuned
 from protofed.methods.baselines.importance import (
     AnchoredState,
     RunningMean,
     Weights,
-    fine_tuned,
     on,
     padded,
     quadratic,
