@@ -61,6 +61,9 @@ def new_table(
         "losses": (n, VARIANTS),
     }
     kinds = {"periods": torch.int64, "met": torch.bool}
+    there = [folder / f"{name}.bin" for name in shapes if (folder / f"{name}.bin").exists()] if folder else []
+    if there:
+        raise ConfigError(f"{there[0]} is there already; a mapped table wants a folder of its own")
     return ClientTable(
         **{name: _column(name, shape, kinds.get(name, torch.float32), device, folder) for name, shape in shapes.items()}
     )
@@ -72,10 +75,7 @@ def _column(
     if folder is None or not prod(shape):
         return torch.zeros(shape, dtype=dtype, device=device)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.bin"
-    if path.exists():
-        raise ConfigError(f"{path} is there already; a mapped table wants a folder of its own")
-    return torch.from_file(str(path), shared=True, size=prod(shape), dtype=dtype).reshape(shape)
+    return torch.from_file(str(folder / f"{name}.bin"), shared=True, size=prod(shape), dtype=dtype).reshape(shape)
 
 
 def grown(table: ClientTable, n: int) -> ClientTable:

@@ -165,11 +165,10 @@ def compact_local_upload(
     K times smaller than `local_upload`, and in many dimensions the index is little better than chance.
     """
     _check_local(std)
-    ok = finite_rows(z)
-    noised = (clip(z, rule.clip_radius) + std * noise).to(v.dtype)
+    noised = (clip(z, rule.clip_radius) + std * noise).to(v.dtype)  # a broken embedding is noise around zero
     codes = quantise(noised, local_reach(rule, std), uniforms)
     sent = dequantise(codes, local_reach(rule, std)).to(v.dtype)
-    return PointUploads(codes, torch.cdist(sent, v).argmin(dim=-1).where(ok, NOTHING))
+    return PointUploads(codes, torch.cdist(sent, v).argmin(dim=-1))
 
 
 def compact_local_sums(uploads: PointUploads, rule: UploadRule, std: float) -> Float[Tensor, "K row"]:

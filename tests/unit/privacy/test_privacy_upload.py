@@ -142,6 +142,15 @@ def test_a_compact_local_upload_says_no_more_than_its_noised_embedding():
     assert torch.allclose(compact_local_sums(sent, RULE, 2.0), by_hand)
 
 
+def test_a_broken_embedding_cannot_be_told_from_a_zero_one_under_local_noise():
+    v = torch.nn.functional.normalize(torch.randn(4, 3, generator=stream(1, "v")), dim=1)
+    draws = normal(0, "n", torch.arange(5), 0, (3,)), uniform(0, "r", torch.arange(5), 0, (3,))
+    zero, broken = torch.zeros(5, 3), torch.full((5, 3), torch.nan)
+    sent, same = (compact_local_upload(z, v, RULE, 2.0, *draws) for z in (broken, zero))
+    assert torch.equal(sent.codes, same.codes)
+    assert torch.equal(sent.block, same.block)
+
+
 def test_a_compact_upload_that_names_nothing_adds_nothing():
     sent = PointUploads(torch.full((2, 3), 50, dtype=torch.int8), torch.tensor([NOTHING, 77]))
     assert torch.equal(compact_local_sums(sent, RULE, 2.0), torch.zeros(4, 4, dtype=torch.float64))
