@@ -98,6 +98,7 @@ class ProtoFedConfig:
     margin: float = 0.5  # rho: least distance between prototypes
     local_steps: int = 20  # of each client in a slice, spread over its rounds
     base_steps: int = 20  # of each base user's simulated device in the base block
+    base_history: int = 0  # tokens those steps read: a short context leaves more to the prompt; 0: the backbone's
     base_windows: int = 4  # newest windows of each base user that those steps read
     long_rate: float = 5e-3  # eta_l
     short_rate: float = 0.1  # eta_s
@@ -195,6 +196,7 @@ RANGES: Mapping[str, tuple[float, float]] = {  # what a number may be, ends incl
     "protofed.margin": (0, 2),
     "protofed.local_steps": (0, 10**6),
     "protofed.base_steps": (0, 10**6),
+    "protofed.base_history": (0, 100_000),
     "protofed.base_windows": (1, 10**6),
     "protofed.long_rate": (0, 100),
     "protofed.short_rate": (0, 1e6),

@@ -89,12 +89,13 @@ def prepare(config: RunConfig, base: TimeSlice, backbone: SASRec, rule: LocalRul
 
 
 def base_data(config: RunConfig, base: TimeSlice) -> ClientData:
-    """The newest windows of every base user."""
+    """The newest windows of every base user, with a context that may be shorter than the backbone's."""
+    length = min(config.protofed.base_history or config.backbone.history_length, config.backbone.history_length)
     return client_data(
         base.past,
         base.train_positions,
-        length=config.backbone.history_length,
-        stride=config.training.stride,
+        length=length,
+        stride=min(config.training.stride, max(1, length - 1)),
         rng=numpy_stream(config.seed, "base windows"),
         newest=config.protofed.base_windows,
     )

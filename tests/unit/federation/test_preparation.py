@@ -218,3 +218,16 @@ def test_a_base_user_with_one_event_has_a_prompt_and_no_drift():
     assert float(made.table.total[user]) == 0
     assert made.table.long[user].isfinite().all()
     assert made.rows.items[made.rows.clients == user].tolist() == [int(base.past.items[base.past.place[first]])]
+
+
+def test_a_short_context_is_read_at_the_same_targets():
+    base = tiny_stream().slice_(0)
+    whole, short = (
+        base_data(settings(protofed__base_windows=10_000, protofed__base_history=tokens), base) for tokens in (0, 3)
+    )
+    assert (whole.windows.tokens.shape[1], short.windows.tokens.shape[1]) == (LENGTH, 3)
+    assert torch.equal(whole.users, short.users)
+    for data in (whole, short):
+        targets = data.windows.targets[data.windows.targets >= 0]
+        items = base.past.items[base.past.place[base.train_positions]]
+        assert torch.equal(targets.sort().values, torch.from_numpy(items).sort().values)
