@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from protofed.config import RunConfig, read_toml
+from protofed.config import method_label, read_toml
 
 COLUMNS = (("sampled", "all"), ("sampled", "novel"), ("sampled", "repeat"), ("full", "all"), ("full", "novel"))
 STRATA = ("new_item", "known_item", "new_user", "returning", "empty_history", "unseen_item")
@@ -28,17 +28,12 @@ def collect(runs: Path) -> pa.Table:
         whole = pc.and_(pc.equal(table["subset"], "all"), pc.is_in(table["candidates"], pa.array(["sampled", "full"])))
         metric = pc.is_in(table["metric"], pa.array(["ndcg@10", "hr@10"]))
         table = table.filter(pc.and_(pc.and_(pc.equal(table["split"], "test"), metric), pc.or_(diagonal, whole)))
-        names = pa.array([label(config)] * len(table)), pa.array(np.full(len(table), config.seed, dtype=np.int32))
+        names = (
+            pa.array([method_label(config.method, config.protofed.mode, config.protofed.ablate)] * len(table)),
+            pa.array(np.full(len(table), config.seed, dtype=np.int32)),
+        )
         tables.append(table.drop_columns(["split"]).add_column(0, "method", names[0]).add_column(1, "seed", names[1]))
     return pa.concat_tables(tables)
-
-
-def label(config: RunConfig) -> str:
-    """The method, and for ProtoFed-SP its mode and what was left out."""
-    if config.method != "protofed-sp":
-        return config.method
-    without = f", without {config.protofed.ablate}" if config.protofed.ablate else ""
-    return f"protofed-sp ({config.protofed.mode}{without})"
 
 
 def diagonal_means(rows: list[dict[str, object]], metric: str) -> dict[tuple[str, str, str], list[float]]:
@@ -72,6 +67,7 @@ def figure(rows: list[dict[str, object]], path: Path) -> None:
     curves = defaultdict(lambda: defaultdict(list))
     for row in rows:
         wanted = (row["metric"], row["candidates"], row["subset"]) == ("ndcg@10", "sampled", "all")
+        wanted = wanted and ", without " not in str(row["method"])  # ablations have a table, not a line
         if wanted and row["slice_trained"] == row["slice_tested"] and row["slice_trained"] > 0:
             curves[row["method"]][row["slice_tested"]].append(row["value"])
     plot, axes = plt.subplots(figsize=(7.2, 3.2))

@@ -240,6 +240,13 @@ def ablated(config: ProtoFedConfig) -> frozenset[str]:
     return frozenset(names)
 
 
+def method_label(method: str, mode: str, ablate: str) -> str:
+    """A method as tables name it: ProtoFed-SP with its mode and what was left out."""
+    if method != "protofed-sp":
+        return method
+    return f"{method} ({mode}, without {ablate.replace(',', ', ')})" if ablate else f"{method} ({mode})"
+
+
 def preset(name: object) -> RunConfig:
     """The defaults of one preset."""
     if not isinstance(name, str) or name not in PRESETS:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from protofed.config import method_label
 from protofed.report.runs import Run
 
 TRIVIAL = ("frozen", "frozen-no-new-rows", "personal-memory", "popularity")
@@ -94,7 +95,9 @@ def _section(title: str, found: Sequence[Run]) -> Section:
 
 
 def _method_name(config: Mapping[str, Any]) -> str:
-    variant = config.get("variant")
+    variant, settings = config.get("variant"), config.get("protofed", {})
+    if config["method"] == "protofed-sp" and settings:
+        return method_label(config["method"], settings.get("mode", "reference"), settings.get("ablate", ""))
     return config["method"] if variant in (None, "", "standard") else f"{config['method']} ({variant})"
 
 

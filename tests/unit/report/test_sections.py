@@ -32,6 +32,21 @@ def test_rows_of_one_method_are_told_apart_by_the_settings_that_differ(tmp_path:
     assert [row.label for row in section.rows] == ["ewc (peft)", "ewc, strength=1.0", "ewc, strength=2.0", "frozen"]
 
 
+def test_protofed_sp_is_named_by_its_mode_and_by_what_was_left_out(tmp_path: Path) -> None:
+    for name, table in (
+        ("a", 'mode = "reference"\nablate = ""'),
+        ("b", 'mode = "reference"\nablate = "long,short"'),
+        ("c", 'mode = "nodp"\nablate = ""'),
+    ):
+        write_run(tmp_path / name, flat, method="protofed-sp", settings=f"[protofed]\n{table}")
+    (section,) = sections(tmp_path)
+    assert [row.label for row in section.rows] == [
+        "protofed-sp (nodp)",
+        "protofed-sp (reference)",
+        "protofed-sp (reference, without long, short)",
+    ]
+
+
 def test_another_stream_or_another_cohort_is_another_section(tmp_path: Path) -> None:
     write_run(tmp_path / "all", flat)
     write_run(tmp_path / "few", flat, settings="clients = 100")
