@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from protofed.cli.progress import shown
-from protofed.cli.run import CACHE, load, settle
+from protofed.cli.run import CACHE, load, print_promise, promised, settle
 
 LABELS = {"sampled": "1+99", "full": "full"}
-METHODS = ("popularity", "frozen", "personal-memory", "finetune-last")
+METHODS = ("popularity", "frozen", "personal-memory", "finetune-last", "protofed-sp")
 
 
 def demo(
@@ -39,6 +39,8 @@ def demo(
             folder = Experiment(config, log, cache, pick_device(device), "protofed demo").run(out / method, progress)
         rows.append((method, summarise_run(folder)))
     console.print(table(rows, log.name))
+    print("protofed-sp, ", end="")
+    print_promise(promised(out / "protofed-sp" / "ledger.json", config))
     write(build(out)[0], report)
     console.print(f"wrote {report}: open it in a browser", highlight=False)
     if dataset == "synthetic":
