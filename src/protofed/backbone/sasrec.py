@@ -1,7 +1,8 @@
 """SASRec (Kang and McAuley, 2018), pre-LN: the sequential recommender that is warmed up once and then frozen."""
 
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -28,21 +29,33 @@ class Block(nn.Module):
         self.output = nn.Linear(width, width)
         self.widen, self.narrow = nn.Linear(width, inner), nn.Linear(inner, width)
         self.dropout = nn.Dropout(dropout)
+        self.after_attention: nn.Module = nn.Identity()  # here and below is where adapters go
+        self.after_ffn: nn.Module = nn.Identity()
 
     def forward(
-        self, x: Float[Tensor, "B S d"], mask: Bool[Tensor, "B S S"], *, last_only: bool = False
+        self,
+        x: Float[Tensor, "B S d"],
+        mask: Bool[Tensor, "B S S"],
+        *,
+        prefix: Float[Tensor, "2 L_x d"] | None = None,
+        last_only: bool = False,
     ) -> Float[Tensor, "B S_out d"]:
-        """All positions, or the last one alone (which reads the keys and values of all)."""
+        """All positions, or the last one alone (which reads the keys and values of all, and those of a prefix)."""
         normed = self.norm_attention(x)
         asking = normed[:, -1:] if last_only else normed
         mask = mask[:, -1:] if last_only else mask
         x = x[:, -1:] if last_only else x
-        x = x + self.dropout(self.output(self._attend(asking, normed, mask)))
-        x = x + self.dropout(self.narrow(self.dropout(F.gelu(self.widen(self.norm_ffn(x))))))
+        x = x + self.dropout(self.after_attention(self.output(self._attend(asking, normed, mask, prefix))))
+        x = x + self.dropout(self.after_ffn(self.narrow(self.dropout(F.gelu(self.widen(self.norm_ffn(x)))))))
         return x
 
-    def _attend(self, asking: Tensor, seen: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (self._split(part) for part in (self.query(asking), self.key(seen), self.value(seen)))
+    def _attend(self, asking: Tensor, seen: Tensor, mask: Tensor, prefix: Tensor | None) -> Tensor:
+        query, key, value = self.query(asking), self.key(seen), self.value(seen)
+        if prefix is not None:
+            ahead = prefix[:, None].expand(-1, len(seen), -1, -1)  # (2, B, L_x, d)
+            key, value = torch.cat([ahead[0], key], dim=1), torch.cat([ahead[1], value], dim=1)
+            mask = F.pad(mask, (prefix.shape[1], 0), value=True)
+        q, k, v = (self._split(part) for part in (query, key, value))
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])  # (B, heads, S, d / heads)
         return mixed.transpose(1, 2).flatten(2)
 
@@ -55,12 +68,15 @@ class SASRec(nn.Module):
     """f_theta: scores are inner products of the last hidden state with item rows, shared by input and output.
 
     Rows exist only for items seen up to the newest train cut the model has learned from; `has_row` says which of them
-    were ever initialised. Every other item is read and scored with the mean row.
+    were ever initialised. Every other item is read and scored with the mean row. `prompt` and `prefix` are small
+    modules that may be attached (backbone/small_modules.py); a prompt that a caller gives takes the own one's place.
     """
 
     items: nn.Parameter
     has_row: Tensor
     mean_row: Tensor
+    prompt: nn.Module | None
+    prefix: nn.Module | None
 
     def __init__(self, config: BackboneConfig, n_rows: int, rng: Generator) -> None:
         super().__init__()
@@ -80,6 +96,8 @@ class SASRec(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.register_buffer("has_row", torch.ones(n_rows, dtype=torch.bool))
         self.register_buffer("mean_row", torch.zeros(d))
+        self.register_module("prompt", None)
+        self.register_module("prefix", None)
 
     def _draw(self, rng: Generator) -> None:
         """Initial weights from the given stream alone."""
@@ -121,8 +139,8 @@ class SASRec(nn.Module):
         embed: Embed | None = None,
     ) -> Float[Tensor, "B L d"]:
         x, mask = self._start(tokens, prompt, embed)
-        for block in self.blocks:
-            x = block(x, mask)
+        for block, prefix in zip(self.blocks, self._prefixes(), strict=True):
+            x = block(x, mask, prefix=prefix)
         return self.norm(x[:, -tokens.shape[1] :])  # type: ignore[no-any-return]
 
     def last_hidden(
@@ -132,8 +150,8 @@ class SASRec(nn.Module):
         embed: Embed | None = None,
     ) -> Float[Tensor, "B d"]:
         x, mask = self._start(tokens, prompt, embed)
-        for place, block in enumerate(self.blocks):
-            x = block(x, mask, last_only=place == len(self.blocks) - 1)
+        for place, (block, prefix) in enumerate(zip(self.blocks, self._prefixes(), strict=True)):
+            x = block(x, mask, prefix=prefix, last_only=place == len(self.blocks) - 1)
         return self.norm(x[:, -1])  # type: ignore[no-any-return]
 
     def scores(self, hidden: Float[Tensor, "B d"], n_items: int) -> Float[Tensor, "B I"]:
@@ -150,23 +168,24 @@ class SASRec(nn.Module):
         lengths: Tensor = self.items.detach()[self.has_row].norm(dim=-1)
         return lengths.mean() * math.sqrt(self.config.width)
 
+    def _prefixes(self) -> Iterable[Tensor | None]:
+        """Keys and values in front of each block's own."""
+        return [None] * len(self.blocks) if self.prefix is None else self.prefix()
+
     def _start(self, tokens: Tensor, prompt: Tensor | None, embed: Embed | None) -> tuple[Tensor, Tensor]:
+        if prompt is None and self.prompt is not None:
+            prompt = self.prompt().expand(len(tokens), -1, -1)
         x = inject(prompt, self.dropout(self.token_inputs(tokens, embed)))
         return x, visible(tokens, 0 if prompt is None else prompt.shape[1])
 
 
 def grown(model: SASRec, n_rows: int) -> SASRec:
     """A copy with rows for items 0 .. n_rows - 1; the added ones are not yet initialised and read as the mean row."""
-    bigger = SASRec(model.config, n_rows, Generator().manual_seed(0)).to(model.items.device)
-    old = model.state_dict()
-    state = bigger.state_dict()
-    for name, tensor in old.items():
-        if name in ("items", "has_row"):
-            state[name].zero_()
-            state[name][: len(tensor)] = tensor
-        else:
-            state[name] = tensor.clone()
-    bigger.load_state_dict(state)
+    if n_rows < model.n_rows:
+        raise ValueError(f"a table of {model.n_rows} rows cannot be grown to {n_rows}")
+    bigger = copy.deepcopy(model)  # small modules come along
+    bigger.items = nn.Parameter(F.pad(model.items.detach(), (0, 0, 0, n_rows - model.n_rows)))
+    bigger.has_row = F.pad(model.has_row, (0, n_rows - model.n_rows))
     return at_rest(bigger).train(model.training)
 
 
