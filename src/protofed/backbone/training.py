@@ -1,4 +1,7 @@
-"""Gradient training with early stopping on a slice's validation part: one loop for every method."""
+"""Gradient training, one loop for every method: early stopping on a slice's validation part, or private rounds.
+
+A private descent (`InRounds`) makes a fixed number of steps, sees one user at a time, never asks the validation part.
+"""
 
 import copy
 from collections.abc import Callable
@@ -16,8 +19,8 @@ from protofed.backbone.sasrec import SASRec, at_rest
 from protofed.config import TrainingConfig
 from protofed.evaluation.ranking import ndcg, rank_among, rank_of_positive
 from protofed.progress import Progress, silent
-from protofed.seeds import numpy_stream, seeded, stream
-from protofed.slices.histories import leading_padding
+from protofed.seeds import numpy_stream, seed_of, seeded, stream
+from protofed.slices.histories import Histories, leading_padding
 from protofed.slices.stream import TimeSlice
 from protofed.slices.windows import Windows, batches, moved, training_windows, trimmed
 
@@ -33,6 +36,40 @@ class Descend(Protocol):
     """Turns per-user losses into one update of the parameters: the plain one below, or a differentially private one."""
 
     def __call__(self, losses: WindowLosses, batch: Windows, optimiser: torch.optim.Optimizer) -> None: ...
+
+
+@runtime_checkable
+class InRounds(Protocol):
+    """A descent that makes a fixed number of steps, each on a cohort that it draws itself: a private one."""
+
+    def rounds(self) -> range:
+        """The numbers of the steps that one more training makes; asking spends them."""
+        ...
+
+    def cohort(self, past: Histories, positions: np.ndarray, round_: int, *, length: int, stride: int) -> Windows:
+        """The windows of who takes part in the round, user by user; there may be none."""
+        ...
+
+    def negatives(self, windows: Windows, n: int, n_items: int, round_: int) -> Int[Tensor, "W n"]:
+        """Uniform items for each window, whoever else is in the cohort."""
+        ...
+
+    def gradients(self, losses: WindowLosses, batch: Windows, optimiser: torch.optim.Optimizer) -> None:
+        """Leaves in every parameter's `grad` what may be known of the cohort; `losses` sees one user at a time."""
+        ...
+
+    def __call__(self, losses: WindowLosses, batch: Windows, optimiser: torch.optim.Optimizer) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """An extra loss and the stream it draws from, so that each user's draws can be put on a stream of their own."""
+
+    losses: ExtraLosses
+    rng: Generator
+
+    def __call__(self, model: SASRec, batch: Windows) -> Float[Tensor, " W"]:
+        return self.losses(model, batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +104,7 @@ class Fit:
     trace: tuple[float, ...]
     steps_per_epoch: int
     newest_target: int
+    trainable: int = 0  # numbers that trained where the backbone is frozen, shared by all users
 
     @property
     def best_epoch(self) -> int:
@@ -74,7 +112,9 @@ class Fit:
 
     def diagnostics(self) -> dict[str, int | float | tuple[float, ...]]:
         """What the run's log keeps: Steps-to-95 % is read off the trace."""
-        return {"epochs": self.best_epoch, "steps_per_epoch": self.steps_per_epoch, "validation_ndcg10": self.trace}
+        epochs = self.best_epoch if self.trace else 1  # private rounds count as one
+        counted = {"trainable_parameters": self.trainable, "trainable_parameters_per_user": 0} if self.trainable else {}
+        return {**counted, "epochs": epochs, "steps_per_epoch": self.steps_per_epoch, "validation_ndcg10": self.trace}
 
 
 def best_of(trace: tuple[float, ...] | list[float]) -> int:
@@ -107,6 +147,8 @@ def train(
     for parameter in (p for group in groups for p in group["params"]):
         parameter.requires_grad_(True)
     optimiser = torch.optim.AdamW(groups, lr=task.learning_rate, weight_decay=config.weight_decay, betas=(0.9, 0.98))
+    if isinstance(descend, InRounds):
+        return train_in_rounds(model, task, config, optimiser, descend, seed=seed, extra=extra, progress=progress)
     trace, weights = [validation_ndcg(model, task.slice_, config.selection)], copy.deepcopy(model.state_dict())
     steps, newest = 0, -1
     for epoch in range(task.epochs):
@@ -122,6 +164,56 @@ def train(
             break
     model.load_state_dict(weights)
     return at_rest(model), Fit(tuple(trace), steps, newest)
+
+
+def train_in_rounds(
+    model: SASRec,
+    task: Task,
+    config: TrainingConfig,
+    optimiser: torch.optim.Optimizer,
+    descend: InRounds,
+    *,
+    seed: int,
+    extra: ExtraLosses | None = None,
+    progress: Progress = silent,
+) -> tuple[SASRec, Fit]:
+    """The model after all rounds of one training, without dropout and random prompts; nothing is selected.
+
+    `Fit` says only what is public: no validation trace, and the newest event that may have been learned from.
+    """
+    model.eval()
+    rounds, device = descend.rounds(), model.items.device
+    length, stride = model.config.history_length, config.stride
+    for done, round_ in enumerate(rounds):
+        cohort = descend.cohort(task.slice_.past, task.positions, round_, length=length, stride=stride)
+        losses = losses_of_one_user(model, task, config, descend, seed, round_, extra)
+        descend(losses, moved(cohort, device), optimiser)
+        progress(f"slice {task.slice_.index}", done + 1, len(rounds), "private rounds")
+    model.refresh_mean_row()
+    return at_rest(model), Fit((), len(rounds), int(task.positions.max(initial=-1)))
+
+
+def losses_of_one_user(
+    model: SASRec,
+    task: Task,
+    config: TrainingConfig,
+    descend: InRounds,
+    seed: int,
+    round_: int,
+    extra: ExtraLosses | None,
+) -> WindowLosses:
+    """The losses of a batch that belongs to one user, whose draws depend on the user and the round alone."""
+
+    def losses(batch: Windows) -> tuple[Tensor, Tensor]:
+        negatives = descend.negatives(batch, config.negatives, task.slice_.n_train_items, round_)
+        sums, counts = window_losses(model, batch, negatives, LOSSES[config.loss])
+        if extra is None:
+            return sums, counts
+        if isinstance(extra, Drawing):
+            extra.rng.manual_seed(seed_of(seed, "extra loss", round_, int(batch.users[0])))
+        return sums + extra(model, batch), counts
+
+    return losses
 
 
 def epoch_windows(model: SASRec, task: Task, config: TrainingConfig, seed: int, epoch: int) -> Windows:
@@ -178,8 +270,13 @@ def random_prompt(model: SASRec, n: int, rate: float, rng: Generator) -> Float[T
 
 
 @torch.no_grad()
-def validation_ndcg(model: SASRec, slice_: TimeSlice, selection: str = "sampled") -> float:
-    """NDCG@10 of the slice's validation queries, among sampled candidates or all items; NaN where there is none."""
+def validation_ndcg(
+    model: SASRec, slice_: TimeSlice, selection: str = "sampled", last_hidden: Callable[[Tensor], Tensor] | None = None
+) -> float:
+    """NDCG@10 of the slice's validation queries, among sampled candidates or all items; NaN where there is none.
+
+    Histories are read by `last_hidden`, by default the model's own.
+    """
     model.eval()
     asked, device = slice_.validation, model.items.device
     values = []
@@ -188,7 +285,7 @@ def validation_ndcg(model: SASRec, slice_: TimeSlice, selection: str = "sampled"
         chunk = by_length[start : start + VALIDATION_CHUNK]
         tokens = slice_.queries(chunk, model.config.history_length).tokens
         tokens = tokens[:, leading_padding(tokens) :].to(device)
-        scores = model.scores(model.last_hidden(tokens), asked.n_items)
+        scores = model.scores((last_hidden or model.last_hidden)(tokens), asked.n_items)
         positive = asked.positives[chunk].to(device)
         if selection == "full":
             ranks = rank_of_positive(scores, positive)

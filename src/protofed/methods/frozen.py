@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from protofed.backbone.new_items import only_rows, with_new_rows
-from protofed.backbone.sasrec import SASRec
-from protofed.backbone.training import Descend, Task, train
+from protofed.backbone.sasrec import SASRec, grown
+from protofed.backbone.training import Descend, PlainDescent, Task, train
 from protofed.methods.protocol import Diagnostics, World
+from protofed.methods.variants import first_model
 from protofed.slices.histories import Queries
 from protofed.slices.leaks import Evidence
 from protofed.slices.stream import TimeSlice
@@ -24,8 +26,44 @@ class BackboneState:
 
 
 def started(world: World) -> BackboneState:
-    """The warmed-up backbone as it is."""
-    return BackboneState(world.backbone, world.base.index, int(world.base.train_positions[-1]))
+    """The warmed-up backbone as it is, or with what the run's variant attaches."""
+    return BackboneState(first_model(world), world.base.index, int(world.base.train_positions[-1]))
+
+
+def rows_for(world: World, model: SASRec, slice_: TimeSlice) -> tuple[SASRec, Bool[Tensor, " n"]]:
+    """A copy with rows for the slice's new items, and which rows those are: the one place where the rule is chosen."""
+    if world.config.privacy.wrap:
+        return with_public_rows(world, model, slice_)
+    return with_new_rows(model, slice_)
+
+
+def with_public_rows(world: World, model: SASRec, slice_: TimeSlice) -> tuple[SASRec, Bool[Tensor, " n"]]:
+    """A copy that has read nothing of the slice but the size of the catalogue: new items start at the mean row.
+
+    Where all weights train, every row of the catalogue may be moved by noised steps, met or not; elsewhere new items
+    have none. No row is to be learned apart from the others: which ones were met is the users' secret.
+    """
+    bigger = grown(model, slice_.n_train_items)
+    none = torch.zeros(bigger.n_rows, dtype=torch.bool)
+    if getattr(world.config, "variant", "standard") == "standard":
+        with torch.no_grad():
+            bigger.items[~bigger.has_row] = model.mean_row
+        bigger.has_row = torch.ones_like(bigger.has_row)
+        bigger.refresh_mean_row()
+    return bigger, none
+
+
+def readable(world: World, slice_: TimeSlice) -> TimeSlice:
+    """Whose events a method may keep, count or differentiate outside a private step: the slice's own, as a rule.
+
+    Under privacy only the base block's, which the claim does not cover.
+    """
+    return world.base if world.config.privacy.wrap else slice_
+
+
+def on_base_block(world: World, descend: Descend) -> Descend:
+    """The descent for a training on nothing but the base block: the given one, under privacy a plain one, for free."""
+    return PlainDescent(world.config.training.max_grad_norm) if world.config.privacy.wrap else descend
 
 
 def backbone_scores(state: BackboneState, queries: Queries) -> Float[Tensor, "B I"]:
@@ -41,7 +79,7 @@ def learn_new_rows(
     world: World, state: BackboneState, slice_: TimeSlice, descend: Descend
 ) -> tuple[BackboneState, Diagnostics]:
     """Rows of the items that are new in this slice, started by the shared rule and learned once; nothing else moves."""
-    model, new = with_new_rows(state.backbone, slice_)
+    model, new = rows_for(world, state.backbone, slice_)
     if not new.any():
         return BackboneState(model.eval(), slice_.index, state.newest_target), {"new_rows": 0}
     config = world.config

@@ -12,12 +12,11 @@ from jaxtyping import Int
 from torch import Generator, Tensor
 
 from protofed.backbone.losses import LOSSES, draw_negatives, window_losses
-from protofed.backbone.new_items import with_new_rows
 from protofed.backbone.sasrec import SASRec
-from protofed.backbone.training import Descend, ExtraLosses
+from protofed.backbone.training import Descend, Drawing, ExtraLosses
 from protofed.errors import ConfigError
 from protofed.methods.baselines.finetune_last import fine_tuned
-from protofed.methods.frozen import BackboneState
+from protofed.methods.frozen import BackboneState, rows_for
 from protofed.methods.protocol import Diagnostics, World
 from protofed.slices.histories import Histories, tokens_ending_at
 from protofed.slices.stream import TimeSlice
@@ -140,14 +139,14 @@ def replay(
         tally.add("replay_loss", sums.sum(), counts.sum())
         return weight * (sums.sum() / counts.sum()) * real_targets(batch)
 
-    return extra
+    return Drawing(extra, rng)
 
 
 def fine_tuned_state(
     world: World, state: BackboneState, slice_: TimeSlice, descend: Descend, extra: ExtraLosses | None
 ) -> tuple[BackboneState, Diagnostics]:
     """FineTune-Last with something added to its loss; without `extra` it is FineTune-Last bit for bit."""
-    model, fit = fine_tuned(world, with_new_rows(state.backbone, slice_)[0], slice_, descend, extra=extra)
+    model, fit = fine_tuned(world, rows_for(world, state.backbone, slice_), slice_, descend, extra=extra)
     return BackboneState(model, slice_.index, max(state.newest_target, fit.newest_target)), fit.diagnostics()
 
 

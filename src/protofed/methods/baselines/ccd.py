@@ -16,8 +16,9 @@ left out, and items the window itself holds are not replayed. Ranks are over 1,0
 scores). The teacher's LWC-KD and PIW terms are left out, negatives are drawn as for every method, and all slices share
 one setting. Softmax scores have no natural zero, so σ(score) can lie close to 1 and labels be hardly soft; the log's
 `soft_label` tells. The teacher is scored, having the same capacity as the others; `scored="student"` gives the student.
-Privacy: teacher, student and proxies are functions of weights, free where those are released privately; the student's
-own training is a second stream of private steps to be paid for. Soft labels are computed within each window's loss.
+Privacy: teacher, student and proxies are functions of weights, free where those are released privately. Private steps
+are paid for three trainings a slice (the first student learns the base block, plainly, for free), rounds stand for
+epochs, and ranks and soft labels are computed within each user's own loss.
 """
 
 import math
@@ -32,10 +33,10 @@ from torch import Generator, Tensor
 
 from protofed.backbone.losses import draw_negatives
 from protofed.backbone.sasrec import SASRec, at_rest, grown
-from protofed.backbone.training import Descend, ExtraLosses, Fit, Task, train
+from protofed.backbone.training import Descend, Drawing, ExtraLosses, Fit, Task, train
 from protofed.config import BackboneConfig
 from protofed.methods.baselines.buffer import Tally, fine_tuned_state, real_targets, within
-from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, started
+from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, on_base_block, started
 from protofed.methods.protocol import Diagnostics, World
 from protofed.progress import Progress
 from protofed.seeds import stream
@@ -221,6 +222,7 @@ class CCD:
         settings = world.config.training
         if state.generations == 0:  # from scratch, where a small cap of epochs would make it weak
             task = Task(world.base, world.base.train_positions, settings.base_epochs, settings.learning_rate)
+            descend = on_base_block(world, descend)
         else:
             previous = np.arange(*slice_.bounds[-2].part("train"))
             task = Task(slice_, previous, settings.slice_epochs, settings.slice_learning_rate)
@@ -250,7 +252,7 @@ class CCD:
             loss = relaxed_ranking_loss(scores[:, :k], scores[:, k:].masked_fill(void, VOID))
             return self.distillation * loss * real_targets(batch)
 
-        return extra
+        return Drawing(extra, rng)
 
     def _updated(
         self,
@@ -285,7 +287,7 @@ class CCD:
             tally.add("soft_label", (chosen.labels * chosen.valid).sum(), chosen.valid.sum())
             return self.weight * math.exp(-clock.epoch / self.anneal) * losses * real_targets(batch)
 
-        return extra
+        return Drawing(extra, rng)
 
     def _chosen(
         self, source: Source, batch: Windows, pool: Tensor, void: Tensor, mine: Tensor, rng: Generator

@@ -9,9 +9,8 @@ F <- decay * F + F_t, and the next slice's mean loss gains strength / 2 * sum of
 How it differs: each F_t is scaled to mean 1 over its non-zero entries, so that one strength serves every log.
 `anchors="separate"` is the original sum of one spring per slice; a sum of squares is again one square, around the
 F-weighted mean of all anchors, so it needs no more memory. A row that is new in a slice is free in it.
-Privacy: F is a statistic of raw events. A private run would have to release, once a slice, the noised mean of clipped
-per-user squared gradients and enter it in the ledger (or estimate F on public histories with sampled labels); the
-anchor is a model state that has been released anyway.
+Privacy: F is a statistic of raw events, so a private run estimates it, after every slice, on the base block's train
+events, which are not protected, at the weights that the slice released; the anchor has been released anyway.
 """
 
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from protofed.methods.baselines.importance import (
     weights_of,
     zeros_of,
 )
-from protofed.methods.frozen import backbone_evidence, backbone_scores, started
+from protofed.methods.frozen import backbone_evidence, backbone_scores, readable, started
 from protofed.methods.protocol import Diagnostics, World
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
@@ -85,7 +84,8 @@ class EWC:
     negatives: int = 99
 
     def start(self, world: World) -> AnchoredState:
-        begun, model = started(world), world.backbone
+        begun = started(world)
+        model = begun.backbone
         nothing = AnchoredState(model, begun.slice_index, begun.newest_target, weights_of(model), zeros_of(model))
         return self._consolidated(world, nothing, model, world.base, begun.newest_target)[0]
 
@@ -101,7 +101,7 @@ class EWC:
         self, world: World, state: AnchoredState, model: SASRec, slice_: TimeSlice, newest: int
     ) -> tuple[AnchoredState, float]:
         """The learned weights as the next anchor, and the mean of this slice's Fisher before it was scaled."""
-        examples = drawn_examples(world, slice_, self.examples, self.negatives, "ewc")
+        examples = drawn_examples(world, readable(world, slice_), self.examples, self.negatives, "ewc")
         rng = stream(world.config.seed, "ewc-labels", slice_.index)
         added, mean = scaled_to_mean_one(diagonal_fisher(model, examples, self.labels, rng))
         anchor, old = weights_of(model), padded(state.importance, added)

@@ -12,10 +12,9 @@ How it differs: SAER replays rare users (`inv_degree`); the name ER-Freq suggest
 `sqrt_inv` is 1 / sqrt(deg(user) deg(item)). SAER's distillation variant is left out, and the loss is not re-weighted
 by 1 / P. A buffer that is larger than what has been met holds all of it. `user_balanced` keeps a user's second event
 only when everybody's first is kept.
-Privacy: the buffer is a stored copy of events. Held centrally it would have to be protected as raw data, and a private
-step would have to clip each user's current and replayed events together; `replay` mixes users within a step, so under
-user-level privacy these methods are not to be wrapped as they are. On devices each user would keep its own share.
-ER-Freq's degrees are counts of raw events: a release of their own.
+Privacy: the buffer is a stored copy of events, and ER-Freq's degrees are counts of them. A private run keeps the buffer
+and the degrees of the base block, which is not protected, as they were; a user's step replays as many kept events as
+it has windows, drawn by the user and the round, inside the loss whose gradient is clipped.
 """
 
 from dataclasses import dataclass, field, replace
@@ -104,7 +103,8 @@ class ERRandom:
         self, world: World, state: ReplayState, slice_: TimeSlice, descend: Descend
     ) -> tuple[ReplayState, Diagnostics]:
         model, diagnostics = learn_with_replay(world, state.model, slice_, descend, state.buffer, self.beta)
-        return self._kept(world, replace(state, model=model), slice_), diagnostics
+        learned = replace(state, model=model)
+        return learned if world.config.privacy.wrap else self._kept(world, learned, slice_), diagnostics
 
     def _kept(self, world: World, state: ReplayState, slice_: TimeSlice) -> ReplayState:
         capacity, rng = self.capacity.of(world), numpy_stream(world.config.seed, "er-random", slice_.index)
@@ -158,7 +158,8 @@ class ERFreq:
         self, world: World, state: DegreeState, slice_: TimeSlice, descend: Descend
     ) -> tuple[DegreeState, Diagnostics]:
         model, diagnostics = learn_with_replay(world, state.model, slice_, descend, state.buffer, self.beta)
-        return self._kept(world, replace(state, model=model), slice_), diagnostics
+        learned = replace(state, model=model)
+        return learned if world.config.privacy.wrap else self._kept(world, learned, slice_), diagnostics
 
     def _kept(self, world: World, state: DegreeState, slice_: TimeSlice) -> DegreeState:
         past, new = slice_.past, slice_.train_positions

@@ -3,18 +3,24 @@
 What we implement: all weights warm-started from the previous slice, new item rows by the shared rule, trained on the
 current slice's train part alone, stopped early on its validation part; the optimiser starts anew at each slice.
 How it differs: "train only on the current slice" also allows a cold start; `cold=True` gives that reading.
+Under `--variant peft` the backbone stays frozen and one shared prompt trains beside the slice's new rows: this is
+prompt tuning (Lester et al., The power of scale for parameter-efficient prompt tuning, EMNLP 2021), warm-started from
+slice to slice, and the catalogue's `prompt-tuning` is nothing else. The prompt has as many tokens as those the warm-up
+met (the original has 100), starts at drawn item rows and always has the length of the backbone's inputs; at slice 0 it
+has learned nothing yet. `cold=True` draws it anew at each slice.
+Privacy: the prompt is small, so a private step adds little noise to it; nothing else is kept.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from protofed.backbone.new_items import with_new_rows
 from protofed.backbone.sasrec import SASRec
-from protofed.backbone.training import Descend, ExtraLosses, Fit, Task, Trainable, everything, train
-from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, started
+from protofed.backbone.training import Descend, ExtraLosses, Fit, Task, Trainable, train
+from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, started
 from protofed.methods.protocol import Diagnostics, World
+from protofed.methods.variants import is_peft, n_trained, parts_to_train, prompted
 from protofed.progress import Progress
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
@@ -24,27 +30,31 @@ from protofed.slices.stream import TimeSlice
 
 def fine_tuned(
     world: World,
-    first: SASRec,
+    first: tuple[SASRec, Bool[Tensor, " n"]],
     slice_: TimeSlice,
     descend: Descend,
     *,
     extra: ExtraLosses | None = None,
-    trainable: Trainable = everything,
+    trainable: Trainable | None = None,
     progress: Progress | None = None,
 ) -> tuple[SASRec, Fit]:
-    """`first` trained on the slice's train part as FineTune-Last would, plus what the method adds to the loss."""
-    training = world.config.training
+    """`first` trained on the slice's train part as FineTune-Last would, plus what the method adds to the loss.
+
+    `first` is what `rows_for` gives: a model and which of its rows are new. What trains follows from the variant.
+    """
+    (model, new), training = first, world.config.training
     task = Task(slice_, slice_.train_positions, training.slice_epochs, training.slice_learning_rate)
-    return train(
-        first,
+    model, fit = train(
+        model,
         task,
         training,
         seed=world.config.seed,
         descend=descend,
-        trainable=trainable,
+        trainable=trainable or parts_to_train(world, new),
         extra=extra,
         progress=progress or world.progress,
     )
+    return model, replace(fit, trainable=n_trained(model, new))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +71,16 @@ class FineTuneLast:
         learned = BackboneState(model, slice_.index, max(state.newest_target, fit.newest_target))
         return learned, fit.diagnostics()
 
-    def _first_weights(self, world: World, state: BackboneState, slice_: TimeSlice) -> SASRec:
+    def _first_weights(
+        self, world: World, state: BackboneState, slice_: TimeSlice
+    ) -> tuple[SASRec, Bool[Tensor, " n"]]:
+        warm, new = rows_for(world, state.backbone, slice_)
         if not self.cold:
-            return with_new_rows(state.backbone, slice_)[0]
+            return warm, new
+        if is_peft(world):
+            return prompted(world, warm, "cold-start", slice_.index), new
         rng = stream(world.config.seed, "cold-start", slice_.index)
-        return SASRec(world.config.backbone, slice_.n_train_items, rng).to(state.backbone.items.device)
+        return SASRec(world.config.backbone, slice_.n_train_items, rng).to(warm.items.device), new
 
     def score(self, world: World, state: BackboneState, queries: Queries) -> Float[Tensor, "B I"]:
         return backbone_scores(state, queries)

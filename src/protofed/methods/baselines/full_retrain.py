@@ -2,10 +2,14 @@
 
 What we implement: weights drawn anew, trained on the train parts of slices 0..t until the validation part of slice t
 stops improving, with the base block's epoch cap: it is a training from scratch, and a small cap would make it weak.
-How it differs: called an oracle elsewhere; under drift it need not be one, so we only report it.
+How it differs: called an oracle elsewhere; under drift it need not be one, so we only report it. Under `--variant peft`
+the backbone of the base block stays and its prompt is drawn anew and trained on everything so far; item rows keep to
+the rule for all: those of earlier slices stay as they were learned, this slice's learn now.
+Privacy: a private run starts every slice from the warm-up, which has seen the base block alone, and takes its private
+steps on everything so far: a user's events of slice 1 are paid for again in every later one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -13,8 +17,9 @@ from torch import Tensor
 
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend, Task, train
-from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, started
+from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, started
 from protofed.methods.protocol import Diagnostics, World
+from protofed.methods.variants import is_peft, n_trained, parts_to_train, prompted
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
 from protofed.slices.leaks import Evidence
@@ -29,6 +34,22 @@ def rows_ever_trained(slice_: TimeSlice) -> Tensor:
     return met
 
 
+def first_weights(world: World, state: BackboneState, slice_: TimeSlice) -> tuple[SASRec, Tensor]:
+    """Weights drawn anew, and which rows are new to a frozen backbone, whose prompt alone is drawn anew.
+
+    Under privacy those of the warm-up, since some noised steps from nothing lead nowhere.
+    """
+    if is_peft(world):
+        first, new = rows_for(world, state.backbone, slice_)
+        return prompted(world, first, "full-retrain", slice_.index), new
+    if world.config.privacy.wrap:
+        return rows_for(world, world.backbone, slice_)
+    rng = stream(world.config.seed, "full-retrain", slice_.index)
+    model = SASRec(world.config.backbone, slice_.n_train_items, rng)
+    model.has_row = rows_ever_trained(slice_)
+    return model, model.has_row
+
+
 @dataclass(frozen=True, slots=True)
 class FullRetrain:
     def start(self, world: World) -> BackboneState:
@@ -38,17 +59,25 @@ class FullRetrain:
         self, world: World, state: BackboneState, slice_: TimeSlice, descend: Descend
     ) -> tuple[BackboneState, Diagnostics]:
         config = world.config
-        model = SASRec(config.backbone, slice_.n_train_items, stream(config.seed, "full-retrain", slice_.index))
-        model.has_row = rows_ever_trained(slice_)
+        model, new = first_weights(world, state, slice_)
         task = Task(
             slice_,
             slice_.all_train_positions,
             config.training.base_epochs,
             config.training.learning_rate,
-            config.training.prompt_rate,
+            0.0 if is_peft(world) else config.training.prompt_rate,
         )
         model = model.to(state.backbone.items.device)
-        model, fit = train(model, task, config.training, seed=config.seed, descend=descend, progress=world.progress)
+        model, fit = train(
+            model,
+            task,
+            config.training,
+            seed=config.seed,
+            descend=descend,
+            trainable=parts_to_train(world, new),
+            progress=world.progress,
+        )
+        fit = replace(fit, trainable=n_trained(model, new))
         return BackboneState(model, slice_.index, fit.newest_target), fit.diagnostics()
 
     def score(self, world: World, state: BackboneState, queries: Queries) -> Float[Tensor, "B I"]:

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from protofed.backbone.new_items import with_new_rows
 from protofed.backbone.sasrec import SASRec
+from protofed.backbone.small_modules import small_parameters
 from protofed.backbone.training import Descend, ExtraLosses, Fit
 from protofed.methods.baselines.finetune_last import fine_tuned
-from protofed.methods.frozen import BackboneState
+from protofed.methods.frozen import BackboneState, rows_for
 from protofed.methods.protocol import World
 from protofed.seeds import numpy_stream, stream
 from protofed.slices.histories import tokens_ending_at
@@ -56,7 +56,7 @@ def drawn_back(
     seen = RunningMean()
     device = state.backbone.items.device
     extra = drawing_back(strength, on(state.anchor, device), on(state.importance, device), seen)
-    model, fit = fine_tuned(world, with_new_rows(state.backbone, slice_)[0], slice_, descend, extra=extra)
+    model, fit = fine_tuned(world, rows_for(world, state.backbone, slice_), slice_, descend, extra=extra)
     return model, fit, seen.value()
 
 
@@ -83,13 +83,21 @@ def n_targets(batch: Windows) -> Int[Tensor, " W"]:
     return (batch.targets != NO_TARGET).sum(-1)
 
 
+def learned_again(model: SASRec) -> dict[str, nn.Parameter]:
+    """What every slice trains, by name: small modules where there are any, or else everything.
+
+    A frozen backbone's item rows are learned in one slice only, so later ones cannot spoil them.
+    """
+    return small_parameters(model) or dict(model.named_parameters())
+
+
 def weights_of(model: SASRec) -> dict[str, Tensor]:
-    """A copy of every weight, by name."""
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    """A copy of every weight that slices train, by name."""
+    return {name: parameter.detach().clone() for name, parameter in learned_again(model).items()}
 
 
 def zeros_of(model: SASRec) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
+    return {name: torch.zeros_like(parameter) for name, parameter in learned_again(model).items()}
 
 
 def on(weights: Weights, device: torch.device) -> dict[str, Tensor]:
@@ -169,7 +177,7 @@ def mean_gradient_sizes(
     Each example sees a table of its own items only, so that its gradient never has the size of the catalogue.
     """
     asking, totals = _Asking(model), zeros_of(model)
-    shared = {f"model.{name}": weight.detach() for name, weight in model.named_parameters() if name != "items"}
+    shared = {f"model.{name}": weight.detach() for name, weight in learned_again(model).items() if name != "items"}
 
     def one(weights: Weights, rows: Tensor, known: Tensor, tokens: Tensor, asked: Tensor, choice: Tensor) -> Tensor:
         local = {**weights, "model.items": rows, "model.has_row": known}
@@ -186,7 +194,8 @@ def mean_gradient_sizes(
         place, inside = first_places(items), items.clamp(0, model.n_rows - 1)
         places = torch.where(items < 0, items, place).split([tokens.shape[1], candidates.shape[1]], dim=1)
         dense, rows = gradients(shared, model.items.detach()[inside], model.knows(items), *places, chosen[part])
-        totals["items"].index_add_(0, inside.flatten(), size(rows).flatten(0, 1))
+        if "items" in totals:
+            totals["items"].index_add_(0, inside.flatten(), size(rows).flatten(0, 1))
         for name, gradient in dense.items():
             totals[name.removeprefix("model.")] += size(gradient).sum(0)
     return {name: total / max(len(examples), 1) for name, total in totals.items()}

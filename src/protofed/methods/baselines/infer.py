@@ -13,9 +13,9 @@ How it differs: Q holds the validation parts of *earlier* slices alone (at most 
 gives no gradient in its own slice. The base block has no such Q: its events are a random draw, whose benefit is
 computed after slice 1; from then on a stored benefit stays. `cosine` divides by the gradients' lengths, `signed` keeps
 the largest benefit instead of the largest |benefit|.
-Privacy: the buffer and the choice itself depend on raw events. Either the choice is made on each device, with the
-user's own held-out events as Q, or the buffer is a central copy to be protected and clipped per user with the current
-events (`replay` mixes users within a step, so it is not to be wrapped for user-level privacy as it is).
+Privacy: the buffer and the choice itself depend on raw events. A private run chooses once, after slice 1, among the
+base block's train events with its validation part as Q, neither of which is protected, and replays them inside each
+user's clipped loss as experience replay does.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,6 +32,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from protofed.backbone.losses import LOSSES, draw_negatives, window_losses
 from protofed.backbone.sasrec import SASRec
+from protofed.backbone.small_modules import small_parameters
 from protofed.backbone.training import Descend
 from protofed.methods.baselines.buffer import (
     EVENTS_AT_ONCE,
@@ -43,8 +44,9 @@ from protofed.methods.baselines.buffer import (
     within,
 )
 from protofed.methods.baselines.experience_replay import MAX_WEIGHT, learn_with_replay
-from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, started
+from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, readable, started
 from protofed.methods.protocol import Diagnostics, World
+from protofed.methods.variants import learning_rate
 from protofed.seeds import numpy_stream, stream
 from protofed.slices.histories import Queries
 from protofed.slices.leaks import Evidence
@@ -76,7 +78,10 @@ class EventLosses(nn.Module):
         return window_losses(self.model, events, negatives, LOSSES[self.loss])[0]
 
     def dense_tail(self) -> Weights:
-        """The last block and the last LayerNorm: no item rows."""
+        """The last block and the last LayerNorm, or the small modules where they are what trains: no item rows."""
+        small = small_parameters(self.model)
+        if small:
+            return {f"model.{name}": p.detach() for name, p in small.items()}
         last = f"model.blocks.{len(self.model.blocks) - 1}."
         return {name: p.detach() for name, p in self.named_parameters() if name.startswith((last, "model.norm."))}
 
@@ -134,15 +139,21 @@ def gradient_norms(losses: EventLosses, weights: Weights, asked: Asked, chunk: i
     return torch.cat(parts)
 
 
-def earlier_validation(slice_: TimeSlice) -> np.ndarray:
-    """The events of all validation parts before this slice's own, which gives no gradient yet."""
-    parts = [np.arange(*bounds.part("val")) for bounds in slice_.bounds[:-1]]
+def earlier_validation(slice_: TimeSlice, *, base_only: bool = False) -> np.ndarray:
+    """The events of all validation parts before this slice's own, which gives no gradient yet; or the base block's."""
+    earlier = slice_.bounds[: min(1, slice_.index)] if base_only else slice_.bounds[:-1]
+    parts = [np.arange(*bounds.part("val")) for bounds in earlier]
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
 def sorted_sample(positions: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
     """At most n of the positions, drawn without replacement."""
     return np.sort(rng.permutation(positions)[:n])
+
+
+def mean_size(benefit: np.ndarray) -> float:
+    """The mean |benefit|, for the log."""
+    return float(np.abs(benefit).mean()) if len(benefit) else 0.0
 
 
 def dot(a: Weights, b: Weights) -> Tensor:
@@ -230,9 +241,12 @@ class Infer:
         self, world: World, state: InferState, slice_: TimeSlice, descend: Descend
     ) -> tuple[InferState, Diagnostics]:
         model, diagnostics = learn_with_replay(world, state.model, slice_, descend, state.buffer, self.beta)
-        judged = state.judged.numpy()
-        events = np.concatenate([state.buffer.numpy()[judged], state.buffer.numpy()[~judged], slice_.train_positions])
-        new = self._benefits(world, model.backbone, slice_, events[judged.sum() :])
+        judged, buffer, private = state.judged.numpy(), state.buffer.numpy(), world.config.privacy.wrap
+        if private and judged.all():  # chosen among the base block's events, which are never looked at again
+            return replace(state, model=model), {**diagnostics, "kept_benefit": mean_size(state.benefit.numpy())}
+        fresh = np.concatenate([buffer[~judged], slice_.train_positions]) if not private else world.base.train_positions
+        events = np.concatenate([buffer[judged], fresh])
+        new = self._benefits(world, model.backbone, slice_, fresh)
         benefit = np.concatenate([state.benefit.numpy()[judged], new])
         starts = np.array([bounds.start for bounds in slice_.bounds])
         slices = np.searchsorted(starts, events, side="right") - 1
@@ -244,8 +258,8 @@ class Infer:
             torch.from_numpy(benefit[kept]),
             torch.ones(len(kept), dtype=torch.bool),
         )
-        mean = float(np.abs(benefit[kept]).mean()) if len(kept) else 0.0
-        return learned, {**diagnostics, "kept_benefit": mean, "helpful_share": float((new > 0).mean())}
+        helpful = float((new > 0).mean())
+        return learned, {**diagnostics, "kept_benefit": mean_size(benefit[kept]), "helpful_share": helpful}
 
     def _benefits(self, world: World, model: SASRec, slice_: TimeSlice, events: np.ndarray) -> np.ndarray:
         """What learning each event once more would take off the reference loss."""
@@ -253,12 +267,13 @@ class Infer:
         losses = EventLosses(model, config.loss)
         weights = losses.dense_tail()
         rng = numpy_stream(world.config.seed, "infer", slice_.index)
-        reference = sorted_sample(earlier_validation(slice_), self.reference, rng)
+        held_out = earlier_validation(slice_, base_only=world.config.privacy.wrap)
+        reference = sorted_sample(held_out, self.reference, rng)
         candidates = with_negatives(world, slice_, events, "candidates", device)
         with differentiable_attention():
             along = mean_gradient(losses, weights, with_negatives(world, slice_, reference, "reference", device))
             if self.estimate == "vanilla":
-                some = sorted_sample(slice_.train_positions, EVENTS_AT_ONCE, rng)
+                some = sorted_sample(readable(world, slice_).train_positions, EVENTS_AT_ONCE, rng)
                 curvature = with_negatives(world, slice_, some, "curvature", device)
                 along = preconditioned(losses, weights, along, curvature, self.damping)
             slopes = inner_products(losses, weights, along, candidates)
@@ -266,7 +281,7 @@ class Infer:
                 lengths = gradient_norms(losses, weights, candidates) * dot(along, along).sqrt()
                 slopes = slopes / lengths.clamp(min=1e-12)
             elif self.estimate == "once":
-                slopes = slopes * config.slice_learning_rate
+                slopes = slopes * learning_rate(world)
         return slopes.detach().cpu().numpy()
 
     def score(self, world: World, state: InferState, queries: Queries) -> Float[Tensor, "B I"]:

@@ -17,12 +17,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
-from protofed.backbone.new_items import with_new_rows
 from protofed.backbone.sasrec import SASRec
-from protofed.backbone.training import Descend, ExtraLosses
+from protofed.backbone.training import Descend, Drawing, ExtraLosses
 from protofed.methods.baselines.finetune_last import fine_tuned
 from protofed.methods.baselines.importance import RunningMean, first_places, n_targets
-from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, started
+from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, started
 from protofed.methods.protocol import Diagnostics, World
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
@@ -107,7 +106,7 @@ def imitating(
         seen.add(apart)
         return strength * apart * n_targets(batch)
 
-    return extra
+    return Drawing(extra, rng)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ class LwF:
     ) -> tuple[BackboneState, Diagnostics]:
         seen, rng = RunningMean(), stream(world.config.seed, "lwf", slice_.index)
         extra = imitating(state.backbone, self.strength, self.temperature, self.lists, rng, seen)
-        model, fit = fine_tuned(world, with_new_rows(state.backbone, slice_)[0], slice_, descend, extra=extra)
+        model, fit = fine_tuned(world, rows_for(world, state.backbone, slice_), slice_, descend, extra=extra)
         learned = BackboneState(model, slice_.index, max(state.newest_target, fit.newest_target))
         return learned, {"divergence": seen.value(), **fit.diagnostics()}
 

@@ -8,8 +8,8 @@ strength * sum of importance * (weight - weight before)^2.
 How it differs: F(x) is the vector of logits of 100 uniform items. The last hidden state (`output="hidden"`) comes out
 of a LayerNorm, which keeps its length nearly constant: what lies before the norm would hardly count. Each slice's
 importances are scaled to mean 1 over their non-zero entries; a row that is new in a slice is free in it.
-Privacy: no labels are used, but the histories are: the importances would have to be a noised, ledgered release once a
-slice, of per-user clipped absolute gradients.
+Privacy: no labels are used, but the histories are: a private run takes those of the base block, which are not
+protected, after every slice, at the weights that the slice released.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ from protofed.methods.baselines.importance import (
     weights_of,
     zeros_of,
 )
-from protofed.methods.frozen import backbone_evidence, backbone_scores, started
+from protofed.methods.frozen import backbone_evidence, backbone_scores, readable, started
 from protofed.methods.protocol import Diagnostics, World
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
@@ -73,7 +73,8 @@ class MAS:
     candidates: int = 100
 
     def start(self, world: World) -> AnchoredState:
-        begun, model = started(world), world.backbone
+        begun = started(world)
+        model = begun.backbone
         nothing = AnchoredState(model, begun.slice_index, begun.newest_target, weights_of(model), zeros_of(model))
         return self._consolidated(world, nothing, model, world.base, begun.newest_target)[0]
 
@@ -100,7 +101,7 @@ class MAS:
 
     def _unlabelled(self, world: World, slice_: TimeSlice) -> Examples:
         """Train histories with items that do not depend on what was met."""
-        drawn = drawn_examples(world, slice_, self.examples, 0, "mas")
+        drawn = drawn_examples(world, readable(world, slice_), self.examples, 0, "mas")
         rng = stream(world.config.seed, "mas-candidates", slice_.index)
         uniform = torch.randint(slice_.n_train_items, (len(drawn), self.candidates), generator=rng)
         return replace(drawn, candidates=uniform.to(drawn.candidates.device))

@@ -22,7 +22,7 @@ from torch import Generator, Tensor
 
 from protofed.backbone.losses import draw_negatives
 from protofed.backbone.sasrec import SASRec
-from protofed.backbone.training import Descend, ExtraLosses
+from protofed.backbone.training import Descend, Drawing, ExtraLosses
 from protofed.errors import ConfigError
 from protofed.methods.baselines.buffer import Tally, fine_tuned_state
 from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, started
@@ -132,7 +132,7 @@ class ReLoop:
             tally.add("active_pairs", (pairs > 0).sum(), valid.sum())
             return strength * (per_target * real).sum(-1)
 
-        return extra
+        return Drawing(extra, rng)
 
     def score(self, world: World, state: BackboneState, queries: Queries) -> Float[Tensor, "B I"]:
         return backbone_scores(state, queries)

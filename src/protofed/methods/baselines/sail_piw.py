@@ -28,14 +28,14 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor, nn
 
-from protofed.backbone.new_items import with_new_rows
 from protofed.backbone.sasrec import SASRec
-from protofed.backbone.training import Descend, ExtraLosses, ParameterGroups, everything
+from protofed.backbone.training import Descend, ExtraLosses, ParameterGroups
 from protofed.methods.baselines.finetune_last import fine_tuned
 from protofed.methods.baselines.importance import RunningMean, n_targets, on
 from protofed.methods.baselines.lwf import Lists, divergence, graded, logits_of
-from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, started
+from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, started
 from protofed.methods.protocol import Diagnostics, World
+from protofed.methods.variants import parts_to_train
 from protofed.seeds import seeded, stream
 from protofed.slices.histories import Queries
 from protofed.slices.leaks import Evidence
@@ -135,19 +135,20 @@ class SailPIW:
     def start(self, world: World) -> PersonalState:
         begun = started(world)
         weighting = self._drawn(world).state_dict()
-        return PersonalState(world.backbone, begun.slice_index, begun.newest_target, dict(weighting))
+        return PersonalState(begun.backbone, begun.slice_index, begun.newest_target, dict(weighting))
 
     def learn(
         self, world: World, state: PersonalState, slice_: TimeSlice, descend: Descend
     ) -> tuple[PersonalState, Diagnostics]:
         seen, weighting = Seen(RunningMean(), RunningMean(), RunningMean()), self._seeded(world, state, slice_)
         extra = self._imitating(world, state.backbone, slice_, weighting, seen) if self.strength else None
+        first, new = rows_for(world, state.backbone, slice_)
 
         def trainable(model: SASRec) -> ParameterGroups:
-            return everything(model) + ([{"params": list(weighting.parameters())}] if self.strength else [])
+            added = [{"params": list(weighting.parameters())}] if self.strength else []
+            return parts_to_train(world, new)(model) + added
 
-        first, _ = with_new_rows(state.backbone, slice_)
-        model, fit = fine_tuned(world, first, slice_, descend, extra=extra, trainable=trainable)
+        model, fit = fine_tuned(world, (first, new), slice_, descend, extra=extra, trainable=trainable)
         newest = max(state.newest_target, fit.newest_target)
         kept = {name: tensor.detach().clone() for name, tensor in weighting.state_dict().items()}
         return PersonalState(model, slice_.index, newest, kept), {**seen.diagnostics(), **fit.diagnostics()}

@@ -9,19 +9,19 @@ How it differs: training goes back to its best validation epoch, so only what wa
 warm-up leaves no path behind, so the first slice repeats it, from the same seed, to earn the base block's importances:
 without them the base block would be unprotected. A row that is new in a slice is free in it and is important after it.
 Privacy: importances that are computed from noised gradients and released weights are post-processing and cost nothing;
-here g is the plain gradient, so a private step would have to hand over the g it released instead.
+on a private descent g is the noised gradient (`EarningInRounds`), and the warm-up is repeated on the base block alone.
 """
 
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from protofed.backbone.new_items import with_new_rows
 from protofed.backbone.sasrec import SASRec
-from protofed.backbone.training import Descend, Fit, PlainDescent, Task, WindowLosses, train
+from protofed.backbone.training import Descend, Fit, InRounds, PlainDescent, Task, WindowLosses, train
 from protofed.methods.baselines.finetune_last import fine_tuned
 from protofed.methods.baselines.importance import (
     AnchoredState,
@@ -34,11 +34,12 @@ from protofed.methods.baselines.importance import (
     weights_of,
     zeros_of,
 )
-from protofed.methods.frozen import backbone_evidence, backbone_scores, started
+from protofed.methods.frozen import backbone_evidence, backbone_scores, rows_for, started
 from protofed.methods.protocol import Diagnostics, World
+from protofed.methods.variants import is_peft
 from protofed.progress import Progress, silent
 from protofed.seeds import stream
-from protofed.slices.histories import Queries
+from protofed.slices.histories import Histories, Queries
 from protofed.slices.leaks import Evidence
 from protofed.slices.stream import TimeSlice
 from protofed.slices.windows import Windows
@@ -95,13 +96,53 @@ class EarningDescent:
         return self.epochs[-1 - epochs_after]
 
 
+@dataclass(slots=True)
+class EarningInRounds(EarningDescent):
+    """The same on a private descent: what is earned is counted with the noised gradient, all that may be known of it.
+
+    The penalty depends on released weights alone, so its gradient is added to the noised one as it is.
+    """
+
+    def __call__(self, losses: WindowLosses, batch: Windows, optimiser: torch.optim.Optimizer) -> None:
+        group, descend = optimiser.param_groups[0], self._private()
+        weights = dict(zip(self.earned, group["params"], strict=True))
+        before = {name: weight.detach().clone() for name, weight in weights.items()}
+        descend.gradients(losses, batch, optimiser)
+        noised = {name: weight.grad.clone() for name, weight in weights.items()}
+        if self.strength:
+            penalty = self.strength * quadratic(weights, self.anchor, self.importance)
+            self.penalty.add(penalty)
+            penalty.backward()
+        optimiser.step()
+        kept = 1 - group["lr"] * group["weight_decay"]
+        for name, weight in weights.items():
+            self.earned[name] -= noised[name] * (weight.detach() - kept * before[name])
+
+    def _private(self) -> InRounds:
+        assert isinstance(self.descend, InRounds)
+        return self.descend
+
+    def rounds(self) -> range:
+        return self._private().rounds()
+
+    def cohort(self, past: Histories, positions: np.ndarray, round_: int, *, length: int, stride: int) -> Windows:
+        return self._private().cohort(past, positions, round_, length=length, stride=stride)
+
+    def negatives(self, windows: Windows, n: int, n_items: int, round_: int) -> Int[Tensor, "W n"]:
+        return self._private().negatives(windows, n, n_items, round_)
+
+    def gradients(self, losses: WindowLosses, batch: Windows, optimiser: torch.optim.Optimizer) -> None:
+        self._private().gradients(losses, batch, optimiser)
+
+
 def earning(
     world: World, first: SASRec, descend: Descend, strength: float, anchor: Weights, importance: Weights
 ) -> EarningDescent:
     """A descent that has earned nothing yet; training never goes back by more epochs than its patience."""
     nothing = zeros_of(first)
     epochs = deque([zeros_of(first)], maxlen=world.config.training.patience + 1)
-    return EarningDescent(descend, strength, anchor, importance, nothing, epochs, RunningMean(), world.progress)
+    kind = EarningInRounds if isinstance(descend, InRounds) else EarningDescent
+    return kind(descend, strength, anchor, importance, nothing, epochs, RunningMean(), world.progress)
 
 
 def consolidated(
@@ -131,17 +172,18 @@ class SynapticIntelligence:
     damping: float = 1e-3  # xi: keeps a weight that hardly moved from mattering without bound
 
     def start(self, world: World) -> AnchoredState:
-        begun, model = started(world), world.backbone
+        begun = started(world)
+        model = begun.backbone
         return AnchoredState(model, begun.slice_index, begun.newest_target, weights_of(model), zeros_of(model))
 
     def learn(
         self, world: World, state: AnchoredState, slice_: TimeSlice, descend: Descend
     ) -> tuple[AnchoredState, Diagnostics]:
         old = self._importance_so_far(world, state)
-        first, _ = with_new_rows(state.backbone, slice_)
+        first, new = rows_for(world, state.backbone, slice_)
         anchor = on(state.anchor, first.items.device)
         watch = earning(world, first, descend, self.strength, anchor, old)
-        model, fit = fine_tuned(world, first, slice_, watch, progress=watch.progress)
+        model, fit = fine_tuned(world, (first, new), slice_, watch, progress=watch.progress)
         earned, end = watch.earned_until_best(fit), weights_of(model)
         importance = consolidated(old, earned, weights_of(first), end, self.damping)
         newest = max(state.newest_target, fit.newest_target)
@@ -155,7 +197,8 @@ class SynapticIntelligence:
 
     def _importance_so_far(self, world: World, state: AnchoredState) -> dict[str, Tensor]:
         """The state's own; the base block's where the state has learned nothing since and something depends on it."""
-        if self.strength == 0 or state.slice_index > world.base.index:
+        nothing_learned = is_peft(world)  # a prompt that the base block has not trained has earned nothing
+        if self.strength == 0 or state.slice_index > world.base.index or nothing_learned:
             return on(state.importance, state.backbone.items.device)
         first, last, earned = warm_up_again(world)
         return consolidated(zeros_of(first), earned, weights_of(first), weights_of(last), self.damping)

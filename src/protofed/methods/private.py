@@ -1,0 +1,188 @@
+"""Any method under user-level differential privacy: its trainings become private steps, its other looks are ruled out.
+
+A wrapped method learns slices >= 1 only through `PrivateDescent`. What else it keeps must follow from released weights
+or from the base block, which the claim does not cover; WRAPPED lists the methods for which that holds, with the number
+of trainings that a slice takes, and REFUSED those for which it does not, with the reason. Anything else is refused too.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from protofed.backbone.training import Descend
+from protofed.config import PrivacyConfig, RunConfig
+from protofed.errors import ConfigError
+from protofed.federation.plan import plan
+from protofed.methods.baselines.adapters import AdapterCL, Adapters
+from protofed.methods.baselines.ccd import CCD
+from protofed.methods.baselines.dual_lora import DualLoRA
+from protofed.methods.baselines.ewc import EWC
+from protofed.methods.baselines.experience_replay import ERFreq, ERRandom
+from protofed.methods.baselines.finetune_last import FineTuneLast
+from protofed.methods.baselines.full_retrain import FullRetrain
+from protofed.methods.baselines.infer import Infer
+from protofed.methods.baselines.lwf import LwF
+from protofed.methods.baselines.mas import MAS
+from protofed.methods.baselines.pcl import PCL
+from protofed.methods.baselines.prefix_tuning import PrefixTuning
+from protofed.methods.baselines.recicl import RecICL
+from protofed.methods.baselines.reloop import ReLoop
+from protofed.methods.baselines.reloop2 import ReLoop2
+from protofed.methods.baselines.sail_piw import SailPIW
+from protofed.methods.baselines.synaptic_intelligence import SynapticIntelligence
+from protofed.methods.frozen import Frozen
+from protofed.methods.popularity import Popularity
+from protofed.methods.protocol import Diagnostics, Method, Releasing, World
+from protofed.privacy.descent import Meter, PrivateDescent
+from protofed.privacy.ledger import Ledger, Release
+from protofed.slices.histories import Queries
+from protofed.slices.leaks import Evidence
+from protofed.slices.stream import TimeSlice
+
+STREAM = "gradients"
+
+
+@dataclass(frozen=True, slots=True)
+class Trainings:
+    """How many private trainings a method makes in slice 1, and in each later one."""
+
+    first: int = 1
+    later: int = 1
+
+    def in_slice(self, index: int) -> int:
+        return self.first if index == 1 else self.later
+
+    def until(self, index: int) -> int:
+        """In slices 1 .. index."""
+        return self.first * min(index, 1) + self.later * max(index - 1, 0)
+
+
+ONE = Trainings()
+WRAPPED: Mapping[type, Trainings] = {
+    Frozen: Trainings(0, 0),
+    FineTuneLast: ONE,
+    FullRetrain: ONE,
+    EWC: ONE,
+    SynapticIntelligence: ONE,
+    MAS: ONE,
+    LwF: ONE,
+    ReLoop: ONE,
+    ERRandom: ONE,
+    ERFreq: ONE,
+    Infer: ONE,
+    CCD: Trainings(2, 3),  # the first student is generated from the base block
+    PrefixTuning: ONE,
+    Adapters: ONE,
+    AdapterCL: ONE,
+    DualLoRA: Trainings(2, 2),  # the fast one and the slow one
+    PCL: ONE,
+    RecICL: Trainings(0, 0),
+}
+REFUSED: Mapping[type, str] = {
+    Popularity: "its scores are counts of raw events",
+    SailPIW: "its weights are scaled to mean 1 over a batch of users, which ties users together",
+    ReLoop2: "its memory holds errors of single raw events",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateState:
+    """The method's own state, the noise of every round, and how many rounds there may be and have been."""
+
+    inner: Any
+    noise_multiplier: float
+    allowed_rounds: int
+    rounds: int
+    slice_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Private:
+    """A method whose every training is a fixed number of private steps, declared before they are made."""
+
+    method: Method[Any]
+    trainings: Trainings
+
+    def start(self, world: World) -> PrivateState:
+        """The method's own start, and the noise that all rounds of the whole stream together ask for."""
+        checked(world.config)
+        privacy, n_slices = world.config.privacy, world.config.stream.n_slices
+        wanted = self.trainings.until(n_slices) * privacy.rounds_per_slice
+        settled = plan(replace(privacy, rounds_per_slice=wanted), 1, private=True)
+        return PrivateState(
+            self.method.start(world), settled.noise_multiplier, settled.rounds, 0, slice_index=world.base.index
+        )
+
+    def learn(
+        self, world: World, state: PrivateState, slice_: TimeSlice, descend: Descend
+    ) -> tuple[PrivateState, Diagnostics]:
+        """The method's own learning on a private descent, whatever descent was handed in."""
+        rounds = self._rounds_after(world.config.privacy, state, slice_.index)
+        meter = Meter(state.rounds, rounds)
+        inner, diagnostics = self.method.learn(world, state.inner, slice_, self._descent(world, state, slice_, meter))
+        declared = self.trainings.in_slice(slice_.index) * world.config.privacy.rounds_per_slice
+        if meter.asked != declared or meter.made != rounds - state.rounds:
+            raise AssertionError(f"{declared} private rounds were declared, {meter.asked} asked for, {meter.made} made")
+        learned = replace(state, inner=inner, rounds=rounds, slice_index=slice_.index)
+        return learned, {**diagnostics, **meter.diagnostics(), "noise_multiplier": state.noise_multiplier}
+
+    def _descent(self, world: World, state: PrivateState, slice_: TimeSlice, meter: Meter) -> PrivateDescent:
+        privacy = world.config.privacy
+        return PrivateDescent(
+            seed=world.config.seed,
+            noise_multiplier=state.noise_multiplier,
+            sampling_rate=privacy.sampling_rate,
+            clip_radius=privacy.clip_radius,
+            rounds_per_training=privacy.rounds_per_slice,
+            n_users=slice_.past.n_users,
+            meter=meter,
+        )
+
+    def _rounds_after(self, privacy: PrivacyConfig, state: PrivateState, index: int) -> int:
+        """Rounds made once slice `index` is learned; they end where the budget does."""
+        return min(self.trainings.until(index) * privacy.rounds_per_slice, state.allowed_rounds)
+
+    def score(self, world: World, state: PrivateState, queries: Queries) -> Float[Tensor, "B I"]:
+        return self.method.score(world, state.inner, queries)
+
+    def evidence(self, state: PrivateState) -> Evidence:
+        return self.method.evidence(state.inner)
+
+    def releases(self, world: World, state: PrivateState, slices_ahead: int = 0) -> Ledger:
+        """All noised gradients so far and those of the next slices."""
+        privacy = world.config.privacy
+        done = self._rounds_after(privacy, state, state.slice_index + slices_ahead)
+        return (Release(state.noise_multiplier, privacy.sampling_rate, done, STREAM),) if done else ()
+
+
+def with_dp(method: Method[Any]) -> Private:
+    """The method with private steps; one that looks at protected events in another way is refused with the reason."""
+    kind = type(method)
+    if kind not in WRAPPED:
+        reason = REFUSED.get(kind, "nobody has shown that it looks at users through its steps alone")
+        raise ConfigError(f"{kind.__name__} cannot be made private: {reason}; run it without a privacy budget")
+    return Private(method, WRAPPED[kind])
+
+
+def as_asked(method: Method[Any], config: RunConfig) -> Method[Any]:
+    """The method as it is, or with private steps where the config wraps it and it has no mechanism of its own."""
+    if not config.privacy.wrap:
+        return method
+    checked(config)
+    return method if isinstance(method, Releasing) else with_dp(method)
+
+
+def checked(config: RunConfig) -> None:
+    """Refuses settings under which private steps would promise what they do not keep."""
+    if config.method == "protofed-sp":
+        raise ConfigError("privacy.wrap is for methods without a mechanism of their own; protofed-sp has one")
+    if config.privacy.trust != "central":
+        raise ConfigError(f"private steps need privacy.trust = central, got {config.privacy.trust}")
+    if config.scoring.popularity_prior:
+        raise ConfigError(
+            f"scoring.popularity_prior counts raw events and must be 0 in a private run, "
+            f"got {config.scoring.popularity_prior:g}"
+        )
