@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from protofed.config import method_label, read_toml
+from protofed.config import read_toml, run_label
 
 COLUMNS = (("sampled", "all"), ("sampled", "novel"), ("sampled", "repeat"), ("full", "all"), ("full", "novel"))
 STRATA = ("new_item", "known_item", "new_user", "returning", "empty_history", "unseen_item")
@@ -29,7 +29,7 @@ def collect(runs: Path) -> pa.Table:
         metric = pc.is_in(table["metric"], pa.array(["ndcg@10", "hr@10"]))
         table = table.filter(pc.and_(pc.and_(pc.equal(table["split"], "test"), metric), pc.or_(diagonal, whole)))
         names = (
-            pa.array([method_label(config.method, config.protofed.mode, config.protofed.ablate)] * len(table)),
+            pa.array([run_label(config)] * len(table)),
             pa.array(np.full(len(table), config.seed, dtype=np.int32)),
         )
         tables.append(table.drop_columns(["split"]).add_column(0, "method", names[0]).add_column(1, "seed", names[1]))

@@ -134,11 +134,11 @@ class Learned:
             return switched(plain, self.world, queries, self.data.slice_(1).train_counts())
 
 
-def learn_once(name: str, seed: int = 0, data: SliceStream | None = None) -> Learned:
-    """The method of that name after slice 1."""
+def learn_once(name: str, seed: int = 0, data: SliceStream | None = None, variant: str | None = None) -> Learned:
+    """The method of that name after slice 1, in the variant it brings along or the one asked for."""
     data = data or tiny_stream()
     entry = method_named(name)
-    config = override(tiny_config(seed, method=name), entry.settings)
+    config = override(tiny_config(seed, method=name), {**entry.settings, **({"variant": variant} if variant else {})})
     world = World(config, data.slice_(0), warmed_up_on(config, data)[0])
     before = entry.method.start(world)
     state, _ = entry.method.learn(world, before, data.slice_(1), PlainDescent(config.training.max_grad_norm))
@@ -146,9 +146,9 @@ def learn_once(name: str, seed: int = 0, data: SliceStream | None = None) -> Lea
 
 
 @cache
-def learned(name: str, seed: int = 0) -> Learned:
-    """`learn_once` on the tiny stream, once per method and seed."""
-    return learn_once(name, seed)
+def learned(name: str, seed: int = 0, variant: str | None = None) -> Learned:
+    """`learn_once` on the tiny stream, once per method, seed and variant."""
+    return learn_once(name, seed, variant=variant)
 
 
 def questions(slice_index: int = 1, part: str = "test") -> tuple[QuerySet, Queries]:

@@ -1,8 +1,10 @@
 """Every setting, as frozen dataclasses with the project's defaults, read strictly from TOML and written back."""
 
+import contextlib
 import dataclasses
 import difflib
 import json
+import re
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -13,6 +15,7 @@ from typing import Any, Literal, TypeVar
 from protofed.errors import ConfigError
 
 T = TypeVar("T")
+Value = bool | int | float | str
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,14 @@ class PrivacyConfig:
     rounds_per_slice: int = 20
     clip_radius: float = 1.0
     count_weight: float = 0.25  # c: what a contribution adds to its prototype's count
+    wrap: bool = False  # a method without a mechanism of its own learns by private steps
+
+
+@dataclass(frozen=True, slots=True)
+class PeftConfig:
+    """The `peft` variant: one prompt of backbone.prompt_length tokens, shared by all, in a frozen backbone."""
+
+    learning_rate: float = 0.1  # of the prompt; new item rows learn at training.slice_learning_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +149,7 @@ class RunConfig:
 
     dataset: str = "synthetic"
     method: str = "frozen"
+    variant: Literal["standard", "peft"] = "standard"  # what slices change: the weights, or a prompt and new rows only
     preset: Literal["small", "paper"] = "small"
     seed: int = 0
     clients: int = 0  # keep so many users, drawn by a hash of their ids; 0 keeps all
@@ -146,7 +158,9 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
+    peft: PeftConfig = field(default_factory=PeftConfig)
     protofed: ProtoFedConfig = field(default_factory=ProtoFedConfig)
+    hyper: str = ""  # the method's own, e.g. "strength = 0.1"; a table [hyper] in files, --set hyper.NAME=value
 
 
 PRESETS: Mapping[str, Mapping[str, object]] = {
@@ -188,6 +202,7 @@ RANGES: Mapping[str, tuple[float, float]] = {  # what a number may be, ends incl
     "privacy.rounds_per_slice": (0, 10**6),
     "privacy.clip_radius": (1e-6, 1e6),
     "privacy.count_weight": (1e-6, 1e6),
+    "peft.learning_rate": (1e-12, 100),
     "protofed.prototypes": (0, 65_536),
     "protofed.top_m": (1, 65_536),
     "protofed.temperature": (1e-6, 1e6),
@@ -240,11 +255,19 @@ def ablated(config: ProtoFedConfig) -> frozenset[str]:
     return frozenset(names)
 
 
-def method_label(method: str, mode: str, ablate: str) -> str:
-    """A method as tables name it: ProtoFed-SP with its mode and what was left out."""
+def method_label(method: str, mode: str, ablate: str, *, private: bool = False, variant: str = "standard") -> str:
+    """A method as tables name it: ProtoFed-SP with mode and what was left out, others with variant and privacy."""
     if method != "protofed-sp":
-        return method
+        marks = [name for name, on in ((variant, variant != "standard"), ("private", private)) if on]
+        return f"{method} ({', '.join(marks)})" if marks else method
     return f"{method} ({mode}, without {ablate.replace(',', ', ')})" if ablate else f"{method} ({mode})"
+
+
+def run_label(config: RunConfig) -> str:
+    """A run as tables name it; hyper-parameters and other settings are told beside the table."""
+    settings = config.protofed
+    private, variant = config.privacy.wrap, config.variant
+    return method_label(config.method, settings.mode, settings.ablate, private=private, variant=variant)
 
 
 def preset(name: object) -> RunConfig:
@@ -259,6 +282,22 @@ def override(config: T, values: Mapping[str, object]) -> T:
     for key, value in values.items():
         config = _set(config, key.split("."), value, key)
     return config
+
+
+def override_at_once(config: T, values: Mapping[str, object], within: str) -> T:
+    """`override` in one step: rules between several fields see only the end. Messages name keys with `within` first."""
+    changes: dict[str, Any] = {}
+    parts: dict[str, dict[str, object]] = {}
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        _check_known(config, key.split("."), f"{within}{key}")
+        if rest:
+            parts.setdefault(name, {})[rest] = value
+        else:
+            changes[name] = _checked(f"{within}{key}", value, typing.get_type_hints(type(config))[name])
+    for name, inside in parts.items():
+        changes[name] = override_at_once(getattr(config, name), inside, f"{within}{name}.")
+    return replace(typing.cast(Any, config), **changes)  # type: ignore[no-any-return]
 
 
 def parse_override(text: str) -> tuple[str, object]:
@@ -305,6 +344,9 @@ def parsed(text: str) -> dict[str, object]:
 def to_toml(config: RunConfig) -> str:
     """The whole config, every field written out."""
     values = dataclasses.asdict(config)
+    with contextlib.suppress(ConfigError):
+        table = hyper_values(config.hyper)
+        values["hyper"] = table if _hyper_text(table) == config.hyper else config.hyper  # another spelling stays a text
     lines = [f"{key} = {_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
     for name, table in values.items():
         if isinstance(table, dict):
@@ -328,6 +370,20 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
 
 
 def _set(config: T, path: list[str], value: object, key: str) -> T:
+    _check_known(config, path, key)
+    old = getattr(config, path[0])
+    if isinstance(config, RunConfig) and path[0] == "hyper" and (len(path) > 1 or value == {}):
+        return replace(config, hyper=_entered(config.hyper, path[1:], value, key))
+    if len(path) > 1:
+        return replace(typing.cast(Any, config), **{path[0]: _set(old, path[1:], value, key)})  # type: ignore[no-any-return]
+    if value == {} and dataclasses.is_dataclass(old):
+        return config
+    hint_type = typing.get_type_hints(type(config))[path[0]]
+    return replace(typing.cast(Any, config), **{path[0]: _checked(key, value, hint_type)})  # type: ignore[no-any-return]
+
+
+def _check_known(config: object, path: list[str], key: str) -> None:
+    """Refuse a name that is no field of this table, and a part of what is a single value."""
     names = [f.name for f in dataclasses.fields(typing.cast(Any, config))]
     if path[0] not in names:
         near = difflib.get_close_matches(path[0], names, n=1)
@@ -338,14 +394,38 @@ def _set(config: T, path: list[str], value: object, key: str) -> T:
         )
         raise ConfigError(f"unknown config key {key!r}; {hint}")
     old = getattr(config, path[0])
-    if len(path) > 1:
-        if not dataclasses.is_dataclass(old):
-            raise ConfigError(f"config key {key!r}: {path[0]!r} is a single value, it has no part {path[1]!r}")
-        return replace(typing.cast(Any, config), **{path[0]: _set(old, path[1:], value, key)})  # type: ignore[no-any-return]
-    if value == {} and dataclasses.is_dataclass(old):
-        return config
-    hint_type = typing.get_type_hints(type(config))[path[0]]
-    return replace(typing.cast(Any, config), **{path[0]: _checked(key, value, hint_type)})  # type: ignore[no-any-return]
+    single = not dataclasses.is_dataclass(old) and not (isinstance(config, RunConfig) and path[0] == "hyper")
+    if len(path) > 1 and single:
+        raise ConfigError(f"config key {key!r}: {path[0]!r} is a single value, it has no part {path[1]!r}")
+
+
+def _entered(text: str, path: list[str], value: object, key: str) -> str:
+    """The hyper-parameters with one more among them."""
+    if not path:
+        return text
+    if not all(re.fullmatch(r"\w+", part, re.ASCII) for part in path):
+        raise ConfigError(f"unknown config key {key!r}; hyper-parameters are named like hyper.strength")
+    if not isinstance(value, Value):
+        raise ConfigError(f"{key} must be a single value, got {value!r}")
+    return _hyper_text({**hyper_values(text), ".".join(path): value})
+
+
+def hyper_values(text: str) -> dict[str, Value]:
+    """The hyper-parameters of a config by their names; a part of a part is named `capacity.share`."""
+    try:
+        found = _flatten(tomllib.loads(f"hyper = {{{text}}}"))
+    except tomllib.TOMLDecodeError as problem:
+        raise ConfigError(f'hyper must look like "strength = 0.1, examples = 500", got {text!r}') from problem
+    values = {key.removeprefix("hyper."): value for key, value in found.items() if key != "hyper"}
+    for key, value in values.items():
+        if not isinstance(value, Value):
+            raise ConfigError(f"hyper.{key} must be a single value, got {value!r}")
+    return typing.cast(dict[str, Value], values)
+
+
+def _hyper_text(values: Mapping[str, Value]) -> str:
+    """The inside of an inline table, sorted, so that equal hyper-parameters are equal texts."""
+    return ", ".join(f"{key} = {_toml(value)}" for key, value in sorted(values.items()))
 
 
 def _checked(key: str, value: object, hint: Any) -> object:
@@ -360,5 +440,5 @@ def _checked(key: str, value: object, hint: Any) -> object:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise ConfigError(f"{key} must be of type {hint.__name__}, got {value!r}")
+        raise ConfigError(f"{key} must be of type {getattr(hint, '__name__', hint)}, got {value!r}")
     return value

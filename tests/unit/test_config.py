@@ -16,6 +16,7 @@ from protofed.config import (
     PRESETS,
     RANGES,
     BackboneConfig,
+    PeftConfig,
     PrivacyConfig,
     ProtoFedConfig,
     RunConfig,
@@ -33,11 +34,11 @@ from protofed.config import (
 )
 from protofed.errors import ConfigError
 
-TABLES = [StreamConfig, BackboneConfig, TrainingConfig, ScoringConfig, PrivacyConfig, ProtoFedConfig]
+TABLES = [StreamConfig, BackboneConfig, TrainingConfig, ScoringConfig, PrivacyConfig, PeftConfig, ProtoFedConfig]
 SELF_EXPLANATORY = {
     *("width", "layers", "heads", "dropout", "negatives", "learning_rate", "weight_decay", "max_grad_norm"),
     *("dataset", "method", "preset", "seed", "stream", "backbone", "training", "scoring"),
-    *("privacy", "protofed", "delta", "mode", "aggregator", "alignment", "clip_radius", "rounds_per_slice"),
+    *("privacy", "peft", "protofed", "delta", "mode", "aggregator", "alignment", "clip_radius", "rounds_per_slice"),
 }
 
 

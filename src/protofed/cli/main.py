@@ -6,10 +6,12 @@ import sys
 import typer
 
 from protofed.cli import data as data_commands
+from protofed.cli.bench import bench
 from protofed.cli.demo import demo
 from protofed.cli.privacy import privacy
 from protofed.cli.report import report
 from protofed.cli.run import run
+from protofed.cli.tune import tune
 from protofed.errors import ProtoFedError
 
 app = typer.Typer(
@@ -20,9 +22,11 @@ app = typer.Typer(
 )
 app.add_typer(data_commands.app, name="data", help="List, prepare and measure interaction logs.")
 app.command()(run)
+app.command()(bench)
 app.command()(report)
 app.command()(demo)
 app.command()(privacy)
+app.command()(tune)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from rich.table import Table
 from protofed.config import RunConfig, in_range, override, parse_override, preset, values_of
 from protofed.data.interactions import InteractionLog
 from protofed.errors import ConfigError, MissingExtra
-from protofed.methods.catalogue import METHODS, method_named
+from protofed.methods.catalogue import METHODS, configured, method_named
 from protofed.privacy.accountant import adjacency, epsilon, rounded_up
 from protofed.privacy.ledger import CLAIM, read_ledger
 from protofed.seeds import stream
@@ -28,6 +28,7 @@ def run(
     method: Annotated[str | None, typer.Option(help="see --list-methods")] = None,
     out: Annotated[Path | None, typer.Option(help="the run's folder; the same command resumes it")] = None,
     root: Annotated[Path, typer.Option(help="folder of prepared logs")] = Path("data"),
+    variant: Annotated[str | None, typer.Option(help="standard, or peft: frozen backbone and a shared prompt")] = None,
     preset_name: Annotated[str | None, typer.Option("--preset", help="small (d = 64) or paper (d = 256)")] = None,
     seed: Annotated[int | None, typer.Option(help="weights, order, training negatives; never the candidates")] = None,
     clients: Annotated[int | None, typer.Option(help="keep so many users; 0 keeps all")] = None,
@@ -56,6 +57,7 @@ def run(
     given: dict[str, object] = {
         "dataset": dataset,
         "method": method,
+        "variant": variant,
         "preset": preset_name,
         "seed": seed,
         "clients": clients,
@@ -68,7 +70,7 @@ def run(
     with shown(Console(stderr=True)) as progress:
         folder = experiment.run(out, progress)
     summary = summarise_run(folder)
-    summary |= {"privacy": promised(folder.path / "ledger.json", chosen)}
+    summary |= {"variant": chosen.variant, "privacy": promised(folder.path / "ledger.json", chosen)}
     print(json.dumps(summary, indent=2, ensure_ascii=False)) if as_json else print_summary(summary, out)
 
 
@@ -77,6 +79,12 @@ def budget(target_epsilon: float | None, noise_multiplier: float | None) -> dict
     if noise_multiplier is not None and target_epsilon is None:
         target_epsilon = 0.0
     return {"privacy.target_epsilon": target_epsilon, "privacy.noise_multiplier": noise_multiplier}
+
+
+def wrapping(method: str, flags: Mapping[str, object]) -> dict[str, object]:
+    """A budget or a noise that is asked for makes a method learn privately; protofed-sp does so by itself."""
+    asked = {"privacy.target_epsilon", "privacy.noise_multiplier"} & flags.keys()
+    return {"privacy.wrap": True} if asked and method != "protofed-sp" else {}
 
 
 def promised(ledger: Path, config: RunConfig) -> dict[str, object] | None:
@@ -100,9 +108,12 @@ def settle(flags: Mapping[str, object], file: Path | None = None, settings: Sequ
     written = values_of(file) if file is not None else {}
     named = {**written, **flags}
     base = preset(named.get("preset", "small"))
-    brought = method_named(str(named.get("method", base.method))).settings
-    changes = {**brought, **written, **flags, **dict(parse_override(text) for text in settings)}
-    return in_range(override(base, changes))
+    method = str(named.get("method", base.method))
+    brought = method_named(method).settings
+    changes = {**brought, **written, **wrapping(method, flags), **flags}
+    chosen = in_range(override(base, {**changes, **dict(parse_override(text) for text in settings)}))
+    configured(chosen)  # a wrong hyper-parameter is told before any log is read
+    return chosen
 
 
 def load(config: RunConfig, root: Path) -> InteractionLog:
@@ -132,7 +143,8 @@ def print_methods(as_json: bool) -> None:
 
 def print_summary(summary: dict[str, object], out: Path) -> None:
     """The headline as a table."""
-    title = f"{summary['method']} on {summary['dataset']}, seed {summary['seed']}"
+    variant = "" if summary["variant"] == "standard" else f" ({summary['variant']})"
+    title = f"{summary['method']}{variant} on {summary['dataset']}, seed {summary['seed']}"
     table = Table(title=title, caption="mean of A\\[t, t] over slices t = 1..T")
     for column in ("candidates", "subset", "NDCG@10", "HR@10", "queries"):
         table.add_column(column, justify="left" if column in ("candidates", "subset") else "right")

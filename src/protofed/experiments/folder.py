@@ -22,8 +22,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from protofed.config import RunConfig, to_toml
-from protofed.errors import RunFolderError
+from protofed.config import RunConfig, from_toml, to_toml
+from protofed.errors import ConfigError, RunFolderError
 from protofed.files import remove_unfinished, write_text, written_atomically
 from protofed.privacy.ledger import Ledger, Trust, write_ledger
 
@@ -76,6 +76,8 @@ def opened(path: Path, config: RunConfig) -> Iterator[RunFolder]:
 
 def _refuse_other(written: Path, text: str) -> None:
     old = written.read_text(encoding="utf-8")
+    with contextlib.suppress(ConfigError):  # an older folder lacks the settings that came later, at their defaults
+        old = to_toml(from_toml(old))
     differing = [(a, b) for a, b in zip(old.splitlines(), text.splitlines(), strict=False) if a != b]
     if old != text:
         was, now = differing[0] if differing else ("another config", "this one")

@@ -18,7 +18,8 @@ from protofed.errors import ConfigError
 from protofed.experiments import folder as folders
 from protofed.experiments.evaluate import METRICS_SCHEMA, answer, metric_rows, per_user_rows
 from protofed.experiments.folder import RunFolder
-from protofed.methods.catalogue import method_named
+from protofed.methods.catalogue import configured, method_named
+from protofed.methods.private import as_asked
 from protofed.methods.protocol import Diagnostics, Method, Releasing, World
 from protofed.methods.state import pack, unpack
 from protofed.progress import Progress, silent
@@ -40,7 +41,7 @@ class Experiment:
 
     def run(self, out: Path, progress: Progress = silent) -> RunFolder:
         """The finished run folder; what an earlier, killed call left is continued, what it finished is kept."""
-        method = method_named(self.config.method).method
+        method = as_asked(configured(self.config, method_named(self.config.method)), self.config)
         data = SliceStream(self.log, self.config.stream)  # a log that cannot be cut leaves no folder behind
         with folders.opened(out, self.config) as folder:
             if not folder.finished:

@@ -2,18 +2,28 @@
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+from protofed.config import RunConfig, hyper_values, override_at_once
 from protofed.errors import ConfigError
+from protofed.methods.baselines.adapters import AdapterCL, Adapters
 from protofed.methods.baselines.ccd import CCD
+from protofed.methods.baselines.ditto import Ditto
+from protofed.methods.baselines.dual_lora import DualLoRA
 from protofed.methods.baselines.ewc import EWC
 from protofed.methods.baselines.experience_replay import ERFreq, ERRandom
+from protofed.methods.baselines.fedavg import FedAvg
+from protofed.methods.baselines.fedprox import FedProx
+from protofed.methods.baselines.fedrap import FedRAP
 from protofed.methods.baselines.finetune_last import FineTuneLast
 from protofed.methods.baselines.full_retrain import FullRetrain
 from protofed.methods.baselines.infer import Infer
 from protofed.methods.baselines.lwf import LwF
 from protofed.methods.baselines.mas import MAS
+from protofed.methods.baselines.pcl import PCL
+from protofed.methods.baselines.prefix_tuning import PrefixTuning
+from protofed.methods.baselines.recicl import RecICL
 from protofed.methods.baselines.reloop import ReLoop
 from protofed.methods.baselines.reloop2 import ReLoop2
 from protofed.methods.baselines.sail_piw import SailPIW
@@ -22,15 +32,21 @@ from protofed.methods.frozen import Frozen
 from protofed.methods.popularity import Popularity
 from protofed.methods.protocol import Method
 from protofed.methods.protofed_sp import ProtoFedSP
+from protofed.methods.search_spaces import check_hyper
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A method, what it is in one line, and the settings it brings along."""
+    """A method, what it is in one line, the settings it brings along and the variants it has."""
 
     method: Method[Any]
     summary: str
     settings: Mapping[str, object] = field(default_factory=dict)
+    variants: tuple[str, ...] = ("standard",)
+
+
+BOTH = ("standard", "peft")
+PEFT = {"variant": "peft"}  # methods that know no other
 
 
 METHODS: Mapping[str, Entry] = {
@@ -40,22 +56,39 @@ METHODS: Mapping[str, Entry] = {
     "personal-memory": Entry(
         Frozen(), "frozen, plus the user's own past items, recent ones more", {"scoring.personal_memory": 2.0}
     ),
-    "finetune-last": Entry(FineTuneLast(), "all weights, warm-started, trained on the current slice"),
+    "finetune-last": Entry(FineTuneLast(), "all weights, warm-started, trained on the current slice", variants=BOTH),
     "protofed-sp": Entry(
         ProtoFedSP(), "prompts and own rows on the devices, prototypes shared under differential privacy"
     ),
-    "full-retrain": Entry(FullRetrain(), "all weights, from scratch, on everything so far"),
-    "ewc": Entry(EWC(), "fine-tuned, held where the past's likelihood is sensitive (Fisher)"),
-    "si": Entry(SynapticIntelligence(), "fine-tuned, held by what each weight took off the loss while it was learned"),
-    "mas": Entry(MAS(), "fine-tuned, held where the scores are sensitive, labels unused"),
-    "lwf": Entry(LwF(), "fine-tuned, graded by yesterday's model on lists of items it knows"),
-    "sail-piw": Entry(SailPIW(), "lwf with a learned weight for each user"),
-    "er-random": Entry(ERRandom(), "fine-tuning that replays a uniform reservoir of earlier events"),
-    "er-freq": Entry(ERFreq(), "fine-tuning that replays earlier events, those of rare users likelier"),
-    "reloop": Entry(ReLoop(), "fine-tuning that may not err more than the last version did"),
-    "reloop2": Entry(ReLoop2(), "fine-tuning whose scores are compensated by remembered errors"),
-    "infer": Entry(Infer(), "fine-tuning that replays the events of largest influence on held-out ones"),
+    "full-retrain": Entry(FullRetrain(), "all weights, from scratch, on everything so far", variants=BOTH),
+    "ewc": Entry(EWC(), "fine-tuned, held where the past's likelihood is sensitive (Fisher)", variants=BOTH),
+    "si": Entry(
+        SynapticIntelligence(),
+        "fine-tuned, held by what each weight took off the loss while it was learned",
+        variants=BOTH,
+    ),
+    "mas": Entry(MAS(), "fine-tuned, held where the scores are sensitive, labels unused", variants=BOTH),
+    "lwf": Entry(LwF(), "fine-tuned, graded by yesterday's model on lists of items it knows", variants=BOTH),
+    "sail-piw": Entry(SailPIW(), "lwf with a learned weight for each user", variants=BOTH),
+    "er-random": Entry(ERRandom(), "fine-tuning that replays a uniform reservoir of earlier events", variants=BOTH),
+    "er-freq": Entry(ERFreq(), "fine-tuning that replays earlier events, those of rare users likelier", variants=BOTH),
+    "reloop": Entry(ReLoop(), "fine-tuning that may not err more than the last version did", variants=BOTH),
+    "reloop2": Entry(ReLoop2(), "fine-tuning whose scores are compensated by remembered errors", variants=BOTH),
+    "infer": Entry(Infer(), "fine-tuning that replays the events of largest influence on held-out ones", variants=BOTH),
     "ccd": Entry(CCD(), "teacher and student that teach each other through slow and fast proxies"),
+    "prompt-tuning": Entry(FineTuneLast(), "frozen backbone; one shared prompt, warm-started", PEFT, ("peft",)),
+    "prefix-tuning": Entry(PrefixTuning(), "frozen backbone; shared keys and values in every block", PEFT, ("peft",)),
+    "adapters": Entry(Adapters(), "frozen backbone; one set of bottlenecks in every block", PEFT, ("peft",)),
+    "adapter-cl": Entry(
+        AdapterCL(), "a set of adapters per slice; each query's own history chooses one", PEFT, ("peft",)
+    ),
+    "dual-lora": Entry(DualLoRA(), "a slow and a fast low-rank update of attention, merged", PEFT, ("peft",)),
+    "recicl": Entry(RecICL(), "taught once to read demonstrations; later slices only bring newer ones"),
+    "pcl": Entry(PCL(), "frozen backbone; each slice adds prompts to a history's newest items", PEFT, ("peft",)),
+    "fedavg": Entry(FedAvg(), "federated averaging; each client then fine-tunes a copy of its own", variants=BOTH),
+    "fedprox": Entry(FedProx(), "federated averaging with clients held near the broadcast", variants=BOTH),
+    "ditto": Entry(Ditto(), "federated averaging, and copies on the devices that are held near it", variants=BOTH),
+    "fedrap": Entry(FedRAP(), "a shared item table plus a private one on each device", variants=BOTH),
 }
 
 
@@ -66,3 +99,22 @@ def method_named(name: str) -> Entry:
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(METHODS)}"
         raise ConfigError(f"unknown method {name!r}; {hint}")
     return METHODS[name]
+
+
+def configured(config: RunConfig, entry: Entry | None = None) -> Method[Any]:
+    """The config's method (or the entry's) with the hyper-parameters the config gives; a wrong one is an error.
+
+    So is a variant that the method does not have.
+    """
+    entry = entry or method_named(config.method)
+    if config.variant not in entry.variants:
+        raise ConfigError(f"{config.method} has no variant {config.variant!r}; it has {', '.join(entry.variants)}")
+    method, values = entry.method, hyper_values(config.hyper)
+    if not values:
+        return method
+    if not fields(method):  # type: ignore[arg-type]
+        raise ConfigError(f"{config.method} has no hyper-parameters, got hyper.{next(iter(values))}")
+    found: Method[Any] = override_at_once(method, values, "hyper.")
+    for key, value in values.items():
+        check_hyper(key, value)
+    return found

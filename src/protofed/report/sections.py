@@ -95,10 +95,11 @@ def _section(title: str, found: Sequence[Run]) -> Section:
 
 
 def _method_name(config: Mapping[str, Any]) -> str:
-    variant, settings = config.get("variant"), config.get("protofed", {})
-    if config["method"] == "protofed-sp" and settings:
-        return method_label(config["method"], settings.get("mode", "reference"), settings.get("ablate", ""))
-    return config["method"] if variant in (None, "", "standard") else f"{config['method']} ({variant})"
+    settings, private = config.get("protofed", {}), bool(config.get("privacy", {}).get("wrap", False))
+    if config["method"] == "protofed-sp" and not settings:
+        return str(config["method"])
+    mode, variant = settings.get("mode", "reference"), config.get("variant") or "standard"
+    return method_label(config["method"], mode, settings.get("ablate", ""), private=private, variant=variant)
 
 
 def _settings(run: Run) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 import worlds
 from safetensors.torch import save_file
 
-from protofed.config import read_toml
+from protofed.config import RunConfig, read_toml, to_toml
 from protofed.errors import RunFolderError
 from protofed.experiments.folder import RunFolder, load_checkpoint, opened
 from protofed.experiments.run import Experiment
@@ -141,3 +141,17 @@ def test_half_written_files_of_a_killed_process_are_cleared(tmp_path):
     assert run.run(tmp_path / "run").finished
     assert not leftover.exists()
     assert pq.read_metadata(tmp_path / "run" / "metrics.parquet").num_rows > 0
+
+
+def test_a_folder_from_before_a_setting_existed_is_still_the_same_run(tmp_path):
+    config = RunConfig()
+    with opened(tmp_path / "run", config):
+        pass
+    written = tmp_path / "run" / "config.toml"
+    older = to_toml(config).replace("\n[hyper]\n", "").replace('variant = "standard"\n', "")
+    written.write_text(older, encoding="utf-8")
+    with opened(tmp_path / "run", config):
+        assert written.read_text(encoding="utf-8") == to_toml(config)
+    written.write_text(older, encoding="utf-8")
+    with pytest.raises(RunFolderError, match=r"holds another run \(seed = 0, asked for seed = 1\)"):
+        opened(tmp_path / "run", RunConfig(seed=1)).__enter__()

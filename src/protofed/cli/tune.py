@@ -1,0 +1,130 @@
+"""`protofed tune`: hyper-parameters chosen on pseudo-slices of the base block; resumable."""
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from protofed.cli.progress import shown
+from protofed.cli.run import CACHE, load, settle
+from protofed.config import hyper_values, parse_override
+from protofed.errors import ConfigError
+from protofed.experiments.run import pick_device
+from protofed.experiments.tuning import (
+    Outcome,
+    Tuning,
+    as_flags,
+    claim_folder,
+    run_trial,
+    tuning,
+    write_best,
+    write_tables,
+)
+from protofed.methods.search_spaces import space_of
+from protofed.progress import silent
+
+OBJECTIVE = "mean over pseudo-slices t of A[t, t]: NDCG@10 of the test part, sampled candidates, all events"
+
+
+def tune(
+    out: Annotated[Path | None, typer.Option(help="the folder of trials; the same command resumes it")] = None,
+    method: Annotated[list[str] | None, typer.Option(help="what to tune; repeatable, each gets as many trials")] = None,
+    dataset: Annotated[str, typer.Option(help="a prepared log under --root, or `synthetic`")] = "synthetic",
+    root: Annotated[Path, typer.Option(help="folder of prepared logs")] = Path("data"),
+    trials: Annotated[int, typer.Option(help="for each method; fewer where its grid has no more points")] = 20,
+    slices: Annotated[int, typer.Option(help="pseudo-slices after the pseudo base")] = 3,
+    seed: Annotated[int, typer.Option(help="of the draws and of every trial's run")] = 0,
+    preset_name: Annotated[str | None, typer.Option("--preset", help="small (d = 64) or paper (d = 256)")] = None,
+    variant: Annotated[str | None, typer.Option(help="standard or peft")] = None,
+    clients: Annotated[int | None, typer.Option(help="keep so many users; 0 keeps all")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="key=value for all trials; not searched")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
+    cache: Annotated[Path, typer.Option(help="folder where warm-ups are kept")] = CACHE,
+    as_json: Annotated[bool, typer.Option("--json", help="print results as JSON")] = False,
+) -> None:
+    """Choose hyper-parameters on the base block alone, the same number of trials for every method."""
+    if out is None or not method:
+        missing, example = ("--out", "--out runs/tune") if out is None else ("--method", "--method ewc")
+        raise ConfigError(f"{missing} is missing, e.g. {example}")
+    flags: dict[str, object] = {"preset": preset_name, "variant": variant, "clients": clients}
+    flags = {"dataset": dataset, "seed": seed, **{key: value for key, value in flags.items() if value is not None}}
+    searches = planned(flags, settings or [], list(dict.fromkeys(method)), root, slices, trials)
+    asked = {**flags, "trials": trials, "slices": slices, "set": dict(map(parse_override, settings or []))}
+    claim_folder(out, asked | {"events": searches[0].fingerprint})
+    where, console = pick_device(device), Console(stderr=True)
+    for search in searches:
+        run_all(search, out, cache, where, console)
+    found = {search.config.method: write_best(search, out) for search in searches}
+    outcomes = [outcome for outcome in write_tables(out) if outcome.method in found]
+    print(json.dumps(summary(found, outcomes), indent=2)) if as_json else print_table(found, outcomes, out, root)
+    if None in found.values():
+        raise typer.Exit(1)
+
+
+def planned(
+    flags: Mapping[str, object], settings: Sequence[str], methods: Sequence[str], root: Path, slices: int, trials: int
+) -> list[Tuning]:
+    """Every method's search; whatever is wrong with any of them is told before the first trial."""
+    configs = [settle({**flags, "method": name}, None, settings) for name in methods]
+    given = dict(map(parse_override, settings))
+    held = [*given, *(f"hyper.{name}" for name in hyper_values(str(given.get("hyper", ""))))]
+    log = load(configs[0], root)
+    return [tuning(config, log, n_slices=slices, n_trials=trials, held=held) for config in configs]
+
+
+def run_all(search: Tuning, out: Path, cache: Path, device: torch.device, console: Console) -> None:
+    """Each trial that is not over yet, with a line for each; tables and best.toml are rewritten after every one."""
+    name, total = search.config.method, len(search.trials)
+    if not space_of(name, search.config.variant):
+        console.print(f"{name}: nothing to tune; one trial, its defaults", highlight=False)
+    for trial in search.trials:
+        with shown(console) as bars:
+            progress = bars if console.is_terminal else silent
+            command = shlex.join(["protofed", *sys.argv[1:]])
+            outcome = run_trial(search, trial, out, cache, device, command=command, progress=progress)
+        write_tables(out)
+        best = write_best(search, out)
+        said = outcome.failed or f"{outcome.objective:.4f}"
+        so_far = f"; best {best.objective:.4f}, trial {best.trial}" if best else ""
+        console.print(f"{name} trial {trial.number} ({trial.number + 1} of {total}): {said}{so_far}", highlight=False)
+
+
+def summary(found: Mapping[str, Outcome | None], outcomes: Sequence[Outcome]) -> dict[str, object]:
+    """What --json prints."""
+    methods = [
+        {
+            "method": name,
+            "best": asdict(best) if best else None,
+            "trials": [asdict(outcome) for outcome in outcomes if outcome.method == name],
+        }
+        for name, best in found.items()
+    ]
+    return {"objective": OBJECTIVE, "methods": methods}
+
+
+def print_table(found: Mapping[str, Outcome | None], outcomes: Sequence[Outcome], out: Path, root: Path) -> None:
+    """The best trial of each method beside its defaults."""
+    table = Table(title="NDCG@10 on pseudo-slices of the base block", caption="1+99 candidates, mean of A\\[t, t]")
+    for column in ("method", "trials", "failed", "defaults", "best", "settings of the best"):
+        table.add_column(column, justify="left" if column in ("method", "settings of the best") else "right")
+    for name, best in found.items():
+        own = [outcome for outcome in outcomes if outcome.method == name]
+        defaults = next((f"{o.objective:.4f}" for o in own if o.trial == 0 and o.counts), "–")
+        chosen = (as_flags(best.settings).replace(" ", "\n") or "the defaults") if best else "every trial failed"
+        failed = sum(not outcome.counts for outcome in own)
+        value = f"{best.objective:.4f}" if best else "–"
+        table.add_row(name, str(len(own)), str(failed), defaults, value, chosen)
+    console = Console()
+    console.print(table)
+    first = next((name for name, best in found.items() if best), None)
+    if first:
+        command = f"protofed run --config {out / first / 'best.toml'} --root {root} --out runs/{first}"
+        console.print(f"`{command}` runs it on the whole log", highlight=False, soft_wrap=True)

@@ -1,0 +1,333 @@
+"""Hyper-parameters chosen on pseudo-slices: the base block alone, cut again as if it were a whole log.
+
+The log ends where the base block's validation part does, before anything else sees it: no slice that a table averages,
+and not even the base block's test part (it enters AF), has been tuned on. Every trial is an ordinary run over this
+shortened log; its objective is the mean over pseudo-slices t of A[t, t], NDCG@10 of the test part, sampled candidates.
+Trial 0 is the defaults; the others are drawn from the method's grid without replacement, by the run's seed.
+
+A folder of trials: METHOD/trial-NN/ is a run folder, METHOD/trial-NN.json what came of it (written when the trial is
+over, then never repeated), METHOD/best.toml the config of the best so far; trials.csv and trials.parquet list all.
+"""
+
+import csv
+import hashlib
+import io
+import json
+import math
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from protofed.config import PrivacyConfig, RunConfig, Value, in_range, override, to_toml
+from protofed.data.interactions import InteractionLog, select
+from protofed.errors import ConfigError, DataError, ProtoFedError, RunFolderError
+from protofed.evaluation.forgetting import accuracy
+from protofed.experiments.folder import RunFolder, load_checkpoint
+from protofed.experiments.run import Experiment
+from protofed.experiments.summary import matrix
+from protofed.federation.plan import plan
+from protofed.files import write_text, written_atomically
+from protofed.methods.catalogue import configured
+from protofed.methods.private import Private, as_asked
+from protofed.methods.search_spaces import Space, space_of
+from protofed.progress import Progress, silent
+from protofed.seeds import numpy_stream
+from protofed.slices.partition import INSTANTS_PER_SLICE, partition
+
+TRIALS_SCHEMA = pa.schema(
+    [
+        ("method", pa.string()),
+        ("trial", pa.int32()),
+        ("ndcg@10", pa.float64()),
+        ("failed", pa.string()),
+        ("settings", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One point of the grid: settings on top of the defaults."""
+
+    number: int
+    settings: Mapping[str, Value]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a trial: its objective, or why there is none."""
+
+    method: str
+    trial: int
+    settings: Mapping[str, Value]
+    objective: float | None
+    failed: str = ""
+
+    @property
+    def counts(self) -> bool:
+        """Whether this trial may win."""
+        return not self.failed and self.objective is not None and math.isfinite(self.objective)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """One method's search; made by `tuning`, which cuts the log."""
+
+    config: RunConfig  # of the real run; trials change settings in it
+    pseudo_log: InteractionLog
+    fingerprint: str  # of the pseudo-log
+    n_slices: int
+    privacy: PrivacyConfig  # of every trial
+    trials: tuple[Trial, ...]
+
+
+def tuning(
+    config: RunConfig, log: InteractionLog, *, n_slices: int = 3, n_trials: int = 20, held: Sequence[str] = ()
+) -> Tuning:
+    """The search for the config's method on the log's base block; settings named in `held` are not searched."""
+    if n_trials < 1:
+        raise ConfigError(f"--trials must be at least 1, got {n_trials}; trial 0 is the defaults")
+    space = {key: values for key, values in space_of(config.method, config.variant).items() if key not in held}
+    block = base_block(log, config, n_slices)
+    trials = drawn_trials(config, space, n_trials)
+    return Tuning(config, block, fingerprint(block), n_slices, pinned_noise(config), trials)
+
+
+def base_block(log: InteractionLog, config: RunConfig, n_slices: int) -> InteractionLog:
+    """The events up to the end of the base block's validation part, once it is clear that they can be cut again."""
+    if n_slices < 1:
+        raise ConfigError(f"--slices must be at least 1, got {n_slices}; the default is 3")
+    stream = config.stream
+    end = partition(
+        log, n_slices=stream.n_slices, base_fraction=stream.base_fraction, edges=stream.edges, base=stream.base
+    )[0].val_end
+    keep = torch.arange(len(log)) < end
+    block = select(log, keep)
+    needed = (n_slices + 1) * INSTANTS_PER_SLICE
+    if block.n_instants < needed:
+        raise DataError(
+            f"the base block of {log.name} has {block.n_instants} distinct timestamps before its test part, "
+            f"too few for a pseudo base and {n_slices} pseudo-slices ({needed} needed); ask for fewer --slices"
+        )
+    return block
+
+
+def drawn_trials(config: RunConfig, space: Space, n_trials: int) -> tuple[Trial, ...]:
+    """The defaults, then other points of the grid, each at most once; all of them where there are no more."""
+    shape = tuple(len(values) for values in space.values())
+    order = numpy_stream(config.seed, "tune", config.method).permutation(math.prod(shape))
+    defaults = {key: value_at(config, key) for key in space}
+    points = (
+        {key: values[place] for (key, values), place in zip(space.items(), places, strict=True)}
+        for places in (np.unravel_index(index, shape) if shape else () for index in order)
+    )
+    others = [point for point in points if point != defaults][: n_trials - 1]
+    return (Trial(0, {}), *(Trial(number, point) for number, point in enumerate(others, start=1)))
+
+
+def value_at(config: RunConfig, key: str) -> Any:
+    """What a config gives at a dotted key, or its method at `hyper.NAME`."""
+    value: Any = configured(config) if key.startswith("hyper.") else config
+    for name in key.removeprefix("hyper.").split("."):
+        value = getattr(value, name)
+    return value
+
+
+def run_trial(
+    search: Tuning,
+    trial: Trial,
+    out: Path,
+    cache: Path,
+    device: torch.device | None = None,
+    *,
+    command: str = "run_trial",
+    progress: Progress = silent,
+) -> Outcome:
+    """One trial in its own folder under `out`: continued where it was killed, read where it is over.
+
+    Trials do not depend on each other, so processes and machines can share them out; `write_tables` joins what they
+    left under one `out`.
+    """
+    config, folder = override(search.config, trial.settings), trial_folder(search, trial, out)
+    if (known := known_outcome(search, trial, out)) is not None:
+        return known
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    experiment = Experiment(pseudo_config(search, config), search.pseudo_log, cache, command=command)
+    experiment = replace(experiment, device=device) if device is not None else experiment
+    outcome, trace = attempted(experiment, trial, folder, progress)
+    note = asdict(outcome) | {"made_with": digest(search, config), "traceback": trace}
+    write_text(note_of(folder), json.dumps(note, indent=2) + "\n")
+    return outcome
+
+
+def attempted(experiment: Experiment, trial: Trial, folder: Path, progress: Progress) -> tuple[Outcome, str]:
+    """The trial's outcome, and where it went wrong if it did; what would stop every trial is raised instead."""
+    outcome = Outcome(experiment.config.method, trial.number, dict(trial.settings), None)
+    try:
+        in_range(experiment.config)
+        run = experiment.run(folder, progress)
+        return judged(outcome, run), ""
+    except ConfigError as problem:
+        if trial.number == 0:  # the defaults themselves are refused
+            raise
+        return replace(outcome, failed=f"refused: {problem}"), ""
+    except (ProtoFedError, OSError):
+        raise
+    except Exception as problem:
+        reason = (str(problem).splitlines() or [""])[0]
+        return replace(outcome, failed=f"{type(problem).__name__}: {reason}"), traceback.format_exc()
+
+
+def judged(outcome: Outcome, run: RunFolder) -> Outcome:
+    """The objective of a finished run; a state or a value that is not finite is a failure."""
+    value = objective(run)
+    checkpoint = load_checkpoint(run)
+    tensors = checkpoint[1] if checkpoint is not None else {}
+    broken = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
+    if broken or not math.isfinite(value):
+        return replace(outcome, failed=f"diverged: {broken[0] if broken else 'the objective'} is not finite")
+    return replace(outcome, objective=value)
+
+
+def objective(run: RunFolder) -> float:
+    """Mean over pseudo-slices t of A[t, t]: NDCG@10 of the test part, sampled candidates, all events."""
+    return accuracy(matrix(run.table("metrics"), "sampled", "all", "ndcg@10"))
+
+
+def pseudo_config(search: Tuning, config: RunConfig) -> RunConfig:
+    """The config as a trial runs it: fewer slices, each with the noise that the real stream will need."""
+    stream = replace(config.stream, n_slices=search.n_slices, base="block")
+    return replace(config, stream=stream, privacy=search.privacy)
+
+
+def pinned_noise(config: RunConfig) -> PrivacyConfig:
+    """The privacy settings with the real stream's noise: a budget spread over fewer slices would buy less of it."""
+    privacy, method = config.privacy, as_asked(configured(config), config)
+    own = config.protofed.mode == "reference" if config.method == "protofed-sp" else getattr(method, "private", False)
+    if not (privacy.wrap or own) or not privacy.target_epsilon:
+        return privacy
+    n_slices = config.stream.n_slices
+    trainings = method.trainings.until(n_slices) if isinstance(method, Private) else n_slices
+    wanted = replace(privacy, rounds_per_slice=trainings * privacy.rounds_per_slice)
+    return replace(privacy, noise_multiplier=plan(wanted, 1, private=True).noise_multiplier, target_epsilon=0.0)
+
+
+def trial_folder(search: Tuning, trial: Trial, out: Path) -> Path:
+    return out / search.config.method / f"trial-{trial.number:02d}"
+
+
+def note_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.json")
+
+
+def digest(search: Tuning, config: RunConfig) -> str:
+    """A name for everything a trial was run with."""
+    return hashlib.sha256(f"{search.fingerprint} {search.n_slices}\n{to_toml(config)}".encode()).hexdigest()[:16]
+
+
+def known_outcome(search: Tuning, trial: Trial, out: Path) -> Outcome | None:
+    """What an earlier call left of this trial, or None where it is not over."""
+    path = note_of(trial_folder(search, trial, out))
+    if not path.is_file():
+        return None
+    note = _read_note(path)
+    if note["made_with"] != digest(search, override(search.config, trial.settings)):
+        raise RunFolderError(f"{path} was made with other events, settings or defaults; choose a new folder")
+    return _outcome(note)
+
+
+def best_of(outcomes: Sequence[Outcome]) -> Outcome | None:
+    """The highest finite objective, the earlier trial where two are equal; None where every trial failed."""
+    counting = sorted((o for o in outcomes if o.counts), key=lambda o: o.trial)
+    return max(counting, key=lambda o: o.objective or 0.0, default=None)
+
+
+def write_best(search: Tuning, out: Path) -> Outcome | None:
+    """METHOD/best.toml: the real run's config with the settings of the best trial that is over."""
+    over = [known for trial in search.trials if (known := known_outcome(search, trial, out)) is not None]
+    best = best_of(over)
+    if best is not None:
+        config = override(search.config, best.settings)
+        head = (
+            f"# trial {best.trial}, the best of the {len(over)} of {len(search.trials)} that are over: "
+            f"mean sampled NDCG@10 {best.objective!r} over {search.n_slices} pseudo-slices of the base block\n"
+        )
+        write_text(out / search.config.method / "best.toml", head + to_toml(config))
+    return best
+
+
+def outcomes_in(out: Path) -> list[Outcome]:
+    """Every trial that is over, of every method, in order."""
+    found = [_outcome(_read_note(path)) for path in out.glob("*/trial-*.json")]
+    return sorted(found, key=lambda o: (o.method, o.trial))
+
+
+def write_tables(out: Path) -> list[Outcome]:
+    """trials.csv and trials.parquet of everything that is over; nothing in them depends on the clock."""
+    outcomes = outcomes_in(out)
+    rows = [(o.method, o.trial, o.objective, o.failed, as_flags(o.settings)) for o in outcomes]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(TRIALS_SCHEMA.names)
+    writer.writerows(rows)
+    write_text(out / "trials.csv", text.getvalue())
+    table = pa.Table.from_pylist([dict(zip(TRIALS_SCHEMA.names, row, strict=True)) for row in rows], TRIALS_SCHEMA)
+    with written_atomically(out / "trials.parquet") as unfinished:
+        pq.write_table(table, unfinished, compression="zstd")
+    return outcomes
+
+
+def as_flags(settings: Mapping[str, Value]) -> str:
+    """Settings as one would give them to --set, separated by spaces."""
+    return " ".join(
+        f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in settings.items()
+    )
+
+
+def claim_folder(out: Path, asked: Mapping[str, object]) -> None:
+    """The folder for this search: new, or holding the same one; `asked` is what all its methods share."""
+    path = out / "tune.json"
+    asked = json.loads(json.dumps(asked))
+    if path.is_file():
+        held = _read_note(path)
+        for key in sorted({*held, *asked}):
+            if held.get(key) != asked.get(key):
+                was, now = held.get(key), asked.get(key)
+                raise RunFolderError(
+                    f"--out {out} holds another tune ({key} {was!r}, asked for {now!r}); choose a new folder"
+                )
+        return
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RunFolderError(f"--out {out} is not empty and holds no tune; choose a new folder")
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(asked, indent=2) + "\n")
+
+
+def fingerprint(log: InteractionLog) -> str:
+    """A name for the events of a log."""
+    found = hashlib.sha256(log.name.encode())
+    for column in (log.users, log.items, log.times):
+        found.update(column.numpy().tobytes())
+    for ids in (log.user_ids, log.item_ids):
+        found.update(repr(ids.to_pylist()).encode())
+    return found.hexdigest()[:16]
+
+
+def _read_note(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError as problem:
+        raise RunFolderError(
+            f"{path} cannot be read ({problem}); delete it, and the trial is judged again"
+        ) from problem
+
+
+def _outcome(note: Mapping[str, Any]) -> Outcome:
+    return Outcome(note["method"], note["trial"], note["settings"], note["objective"], note["failed"])
