@@ -1,0 +1,366 @@
+"""`protofed bench`: a grid of runs on worker processes; resumable, with one tidy table of results."""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from protofed.cli.run import CACHE, load, settle
+from protofed.config import from_toml, parse_override
+from protofed.errors import ConfigError, ProtoFedError
+
+if TYPE_CHECKING:
+    from protofed.experiments.bench import Board, Job, Status, Tell
+    from protofed.experiments.grid import Cell, Grid
+
+WORKER = ("env", "OMP_NUM_THREADS=1", "MKL_NUM_THREADS=1", sys.executable, "-m", "protofed.cli.bench")
+MARKS = {"done": "green", "failed": "red", "running": "cyan", "waiting": "dim"}
+LABELS = {"sampled": "1+99", "full": "full"}
+COLUMNS = (("sampled", "all"), ("sampled", "novel"), ("full", "all"), ("full", "novel"))
+
+
+def bench(
+    out: Annotated[Path | None, typer.Option(help="the bench's folder; the same command resumes it")] = None,
+    config: Annotated[Path | None, typer.Option(help="a TOML file: [grid], [settings], [[variant]], [sweep]")] = None,
+    datasets: Annotated[str | None, typer.Option(help="comma-separated; goes before the file's")] = None,
+    methods: Annotated[str | None, typer.Option(help="comma-separated; goes before the file's")] = None,
+    seeds: Annotated[str | None, typer.Option(help="comma-separated; goes before the file's")] = None,
+    preset_name: Annotated[str | None, typer.Option("--preset", help="small (d = 64) or paper (d = 256)")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="key=value for every cell")] = None,
+    root: Annotated[Path, typer.Option(help="folder of prepared logs")] = Path("data"),
+    jobs: Annotated[int, typer.Option(help="runs at once, each on one thread")] = 1,
+    shard: Annotated[str | None, typer.Option(help="i/n: only part i of n, e.g. one part per machine")] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="workers on a Ray cluster that shares the folders")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
+    cache: Annotated[Path, typer.Option(help="folder where warm-ups are kept")] = CACHE,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the cells and what is left of them")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the final table as JSON")] = False,
+) -> None:
+    """Run data sets × methods × variants × seeds. Finished cells are kept; one that fails does not stop the others."""
+    from protofed.experiments import bench as benches
+    from protofed.experiments import grid as grids
+    from protofed.experiments.tidy import write_tables
+
+    if out is None:
+        raise ConfigError("--out is missing: name the folder of this bench, e.g. --out runs/bench")
+    if jobs < 1:
+        raise ConfigError(f"--jobs must be at least 1, got {jobs}")
+    part = grids.parse_shard(shard) if shard else (1, 1)
+    grid = chosen_grid(config, {"datasets": datasets, "methods": methods, "seeds": seeds}, preset_name, settings or [])
+    check_places(grid, root, device)
+    everything = grids.cells(grid, settle)
+    cells = grids.shard(everything, *part)
+    board = {cell.folder: benches.standing(cell, out) for cell in cells}
+    if dry_run:
+        print_plan(cells, board, out, as_json)
+        return
+    cluster = benches.ray_tasks(WORKER) if ray else None
+    name = f"bench-{part[0]}-of-{part[1]}" if shard else "bench"
+    with benches.held(out, name) as lock, stoppable(out):
+        write_tables(out)
+        start = cluster or benches.processes(WORKER, keep_open=lock)
+        job_of = partial(job, out=out, root=root, cache=cache, device=device)
+        with shown(cells, board, jobs) as tell:
+            board = benches.run_cells(cells, board, out, start, job_of, jobs, tell)
+    finish(everything, board, out, as_json)
+
+
+def chosen_grid(
+    file: Path | None, lists: dict[str, str | None], preset_name: str | None, settings: Sequence[str]
+) -> "Grid":
+    """The file's grid with what the flags replace and add."""
+    from protofed.experiments.grid import grid_of, read_grid
+
+    grid = read_grid(file) if file is not None else grid_of({})
+    given = {f"grid.{key}": listed(key, text) for key, text in lists.items() if text is not None}
+    asked = dict(parse_override(text) for text in settings) | ({"preset": preset_name} if preset_name else {})
+    flags = grid_of(given | {f"settings.{key}": value for key, value in asked.items()})
+    replaced = {key.removeprefix("grid."): getattr(flags, key.removeprefix("grid.")) for key in given}
+    return replace(grid, **replaced, settings=tuple((dict(grid.settings) | dict(flags.settings)).items()))
+
+
+def listed(key: str, text: str) -> list[object]:
+    """The names, or for seeds the numbers, of a comma-separated flag."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if key != "seeds":
+        return list(names)
+    try:
+        return [int(name) for name in names]
+    except ValueError as problem:
+        raise ConfigError(f"--seeds takes whole numbers, got {text!r}; for example --seeds 0,1,2") from problem
+
+
+def check_places(grid: "Grid", root: Path, device: str) -> None:
+    """Refuse now what would make every cell fail later."""
+    from protofed.data.catalog import nearest
+    from protofed.data.prepared import prepared_names
+    from protofed.experiments.run import pick_device
+
+    pick_device(device)
+    known = (*prepared_names(root), "synthetic")
+    for dataset in grid.datasets:
+        if dataset not in known:
+            raise ConfigError(f"no prepared log {dataset!r} under {root}{nearest(dataset, known)}; give --root")
+
+
+def job(cell: "Cell", *, out: Path, root: Path, cache: Path, device: str) -> "Job":
+    """What the cell's worker is told."""
+    from protofed.config import to_toml
+    from protofed.experiments.bench import Job
+
+    flags = ("--root", str(root)) if cell.config.dataset != "synthetic" else ()
+    command = cell.command(*flags, "--out", str(out / cell.folder))
+    places = (str(path.absolute()) for path in (out / cell.folder, root, cache))
+    folder, root_, cache_ = places
+    return Job(folder, to_toml(cell.config), root_, cache_, device, command)
+
+
+@contextlib.contextmanager
+def stoppable(out: Path) -> Iterator[None]:
+    """SIGTERM is like Ctrl-C: workers are stopped, then one line says how to go on."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"stopped; the same command continues what is in {out}", file=sys.stderr)
+        raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def shown(cells: Sequence["Cell"], board: "Board", jobs: int) -> Iterator["Tell"]:
+    """A live table on a terminal, one line per event elsewhere; both on stderr."""
+    console, now = Console(stderr=True), dict(board)
+    kept = sum(status.state == "done" for status in board.values())
+    console.print(f"{len(cells)} cells, {kept} done before, {jobs} at once", highlight=False)
+    if not console.is_terminal:
+        yield partial(log_event, cells, now, jobs, console)
+        return
+
+    def tell(cell: "Cell", status: "Status") -> None:
+        now[cell.folder] = status
+        if status.state == "failed":  # stays above the table
+            console.print(f"{cell.folder} failed: {status.error}", style="red", highlight=False, markup=False)
+
+    picture = partial(live_table, cells, now, jobs, console)
+    with Live(get_renderable=picture, console=console, refresh_per_second=2, transient=True):
+        yield tell
+
+
+def log_event(
+    cells: Sequence["Cell"], now: "Board", jobs: int, console: Console, cell: "Cell", status: "Status"
+) -> None:
+    """One line when a cell starts, finishes or fails."""
+    changed = now[cell.folder].state != status.state
+    now[cell.folder] = status
+    if not changed:
+        return
+    said = {
+        "running": "started",
+        "done": f"done in {status.seconds:.0f} s, NDCG@10 {status.score:.4f}; {overall(cells, now, jobs)}",
+        "failed": f"failed: {status.error}",
+    }
+    line = f"{time.strftime('%H:%M:%S')} {cell.folder} {said[status.state]}"
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def overall(cells: Sequence["Cell"], board: "Board", jobs: int) -> str:
+    """`3 of 14 done, 1 failed, about 4 min left`."""
+    from protofed.experiments.bench import time_left
+
+    states = [status.state for status in board.values()]
+    left = time_left(cells, board, jobs, time.monotonic())
+    failed = f", {states.count('failed')} failed" if "failed" in states else ""
+    known = f", about {duration(left)} left" if math.isfinite(left) and left > 0 else ""
+    return f"{states.count('done')} of {len(states)} done{failed}{known}"
+
+
+def duration(seconds: float) -> str:
+    """A time a person can read: 40 s, 12 min, 3.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5_400 else f"{seconds / 3_600:.1f} h"
+
+
+def live_table(cells: Sequence["Cell"], board: "Board", jobs: int, console: Console) -> Group:
+    """As many cells as the screen holds: running first, then failed, newly finished, and next in line."""
+    from protofed.experiments.bench import best_so_far
+
+    rank = {"running": 0, "failed": 1, "done": 2, "waiting": 3}
+    newest = {cell.folder: -(board[cell.folder].began + board[cell.folder].seconds) for cell in cells}
+    order = sorted(cells, key=lambda cell: (rank[board[cell.folder].state], newest[cell.folder]))
+    best = best_so_far(cells, board)
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("cell", "state", "slice", "elapsed", "NDCG@10"):
+        table.add_column(column, justify="left" if column in ("cell", "state") else "right", no_wrap=True)
+    for cell in order[: max(3, console.height - len(best) - 4)]:
+        table.add_row(*live_row(cell, board[cell.folder]), style=MARKS[board[cell.folder].state])
+    lines = [Text(f"best so far on {data}: {row}, NDCG@10 {score:.4f}") for data, (row, score) in best.items()]
+    return Group(table, Text(overall(cells, board, jobs), style="bold"), *lines)
+
+
+def live_row(cell: "Cell", status: "Status") -> tuple[str, ...]:
+    """One line of the live table."""
+    spent = time.monotonic() - status.began if status.state == "running" else status.seconds
+    slice_ = f"{status.after_slice} of {cell.config.stream.n_slices}" if status.after_slice is not None else ""
+    score = f"{status.score:.4f}" if math.isfinite(status.score) else ""
+    return (cell.folder, status.state, slice_, duration(spent) if spent else "", score)
+
+
+def print_plan(cells: Sequence["Cell"], board: "Board", out: Path, as_json: bool) -> None:
+    """Every cell and whether it is done; nothing is written."""
+    plan = [(cell.folder, plan_of(out / cell.folder, board[cell.folder].state)) for cell in cells]
+    left = sum(state != "done" for _, state in plan)
+    if as_json:
+        rows = [{"folder": folder, "state": state} for folder, state in plan]
+        print(json.dumps({"cells": rows, "done": len(plan) - left, "left": left}, indent=2))
+        return
+    for folder, state in plan:
+        print(f"{state:<8} {folder}")
+    print(f"{len(plan)} cells: {len(plan) - left} done, {left} left")
+
+
+def plan_of(folder: Path, state: str) -> str:
+    """done, started (a killed run, which continues) or left."""
+    if state == "done":
+        return state
+    return "started" if (folder / "config.toml").is_file() else "left"
+
+
+def finish(cells: Sequence["Cell"], board: "Board", out: Path, as_json: bool) -> None:
+    """The final table, then what failed; exit code 1 if anything did."""
+    failed = {name: status.error for name, status in board.items() if status.state == "failed"}
+    rows = final_rows(cells, out)
+    if as_json:
+        told = {"rows": rows, "failed": failed, "results": str(out / "results.parquet")}
+        print(json.dumps(told, indent=2, ensure_ascii=False))
+    else:
+        print_rows(rows, out)
+    for name, error in failed.items():
+        print(f"failed: {name}: {error}", file=sys.stderr)
+    if failed:
+        print(
+            f"{len(failed)} of {len(board)} cells failed ({out / 'failed.json'}); the same command tries them again",
+            file=sys.stderr,
+        )
+        raise typer.Exit(1)
+
+
+def final_rows(cells: Sequence["Cell"], out: Path) -> list[dict[str, object]]:
+    """Per data set, method and variant: its finished seeds and their mean and spread, a missing number as null."""
+    from protofed.experiments.folder import RunFolder
+    from protofed.experiments.summary import summarise_run
+    from protofed.experiments.tidy import finished_runs
+
+    asked = {out / cell.folder for cell in cells}
+    groups: dict[tuple[str, str, str], list[dict[str, object]]] = {}
+    for run in finished_runs(out):
+        if run.path in asked:
+            key = (run.config.dataset, run.config.method, run.variant)
+            groups.setdefault(key, []).append(summarise_run(RunFolder(run.path)))
+    return [
+        {
+            **dict(zip(("dataset", "method", "variant"), key, strict=True)),
+            "seeds": [found["seed"] for found in runs],
+            **{
+                f"ndcg@10/{kind}/{subset}": spread([headline(r, kind, subset) for r in runs])
+                for kind, subset in COLUMNS
+            },
+            "af": spread([float(str(found["af"])) for found in runs]),
+        }
+        for key, runs in groups.items()
+    ]
+
+
+def headline(summary: dict[str, object], candidates: str, subset: str) -> float:
+    """The run's NDCG@10 of one column; NaN where it had no such query."""
+    rows = summary["headline"]
+    assert isinstance(rows, list)
+    found = [row["ndcg@10"] for row in rows if (row["candidates"], row["subset"]) == (candidates, subset)]
+    return float(found[0]) if found else math.nan
+
+
+def spread(values: list[float]) -> dict[str, float | None]:
+    """Mean and standard deviation over seeds; null where there is none."""
+    from statistics import fmean, stdev
+
+    known = [value for value in values if math.isfinite(value)]
+    return {"mean": fmean(known) if known else None, "std": stdev(known) if len(known) > 1 else None}
+
+
+def print_rows(rows: Sequence[dict[str, object]], out: Path) -> None:
+    """The final table for a person, one per data set."""
+    console = Console()
+    for dataset in dict.fromkeys(row["dataset"] for row in rows):
+        table = Table(title=f"NDCG@10 on {dataset}, mean over slices and seeds", box=None, padding=(0, 1))
+        for column in ("method", "variant", "seeds"):
+            table.add_column(column, overflow="fold")
+        for kind, subset in COLUMNS:
+            table.add_column(f"{LABELS[kind]}\n{subset}", justify="right", no_wrap=True)
+        for row in rows:
+            if row["dataset"] == dataset:
+                seeds = str(len(row["seeds"])) if isinstance(row["seeds"], list) else ""
+                numbers = [shown_spread(row[f"ndcg@10/{kind}/{subset}"]) for kind, subset in COLUMNS]
+                table.add_row(str(row["method"]), str(row["variant"]), seeds, *numbers)
+        console.print(table)
+    console.print(f"every metric: {out / 'results.parquet'}", highlight=False, soft_wrap=True)
+
+
+def shown_spread(found: object) -> str:
+    """`0.412±0.003`, without the spread where there is one seed."""
+    if not isinstance(found, dict) or found["mean"] is None:
+        return "–"
+    return f"{found['mean']:.3f}" + (f"±{found['std']:.3f}" if found["std"] is not None else "")
+
+
+def work(text: str) -> None:
+    """The worker: one cell, as `protofed run` would do it."""
+    from protofed.experiments.bench import Job
+    from protofed.experiments.run import Experiment, pick_device
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # half-written files are cleared
+    threading.Thread(target=end_with_the_bench, daemon=True).start()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    told = Job(**json.loads(text))
+    try:
+        config = from_toml(told.config)
+        log = load(config, Path(told.root))
+        Experiment(config, log, Path(told.cache), pick_device(told.device), told.command).run(Path(told.folder))
+    except ProtoFedError as problem:
+        traceback.print_exc()
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(2)
+
+
+def end_with_the_bench() -> None:
+    """Wait until standard input closes, which it does when the bench is gone, and end this process."""
+    while os.read(0, 1024):  # not sys.stdin: its lock would be held at the interpreter's end
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(10)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    work(sys.argv[1])

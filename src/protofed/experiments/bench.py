@@ -1,0 +1,424 @@
+"""The cells of a grid on worker processes: finished ones are kept, killed ones continued, failed ones written down."""
+
+import contextlib
+import fcntl
+import importlib
+import json
+import math
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, Any, Literal, Protocol, runtime_checkable
+
+from protofed.config import to_toml
+from protofed.errors import MissingExtra, RunFolderError
+from protofed.evaluation.forgetting import accuracy
+from protofed.experiments.folder import RunFolder
+from protofed.experiments.grid import Cell
+from protofed.experiments.summary import matrix
+from protofed.experiments.tidy import locked, read_table, seconds, write_tables
+from protofed.files import remove_unfinished, write_text
+
+State = Literal["done", "waiting", "running", "failed"]
+PAUSE = 0.1  # seconds between two looks at the workers
+GRACE = 20.0  # seconds a worker has to end after it was asked to
+SPARING = 10.0  # tables that took a second to write are left alone for so many seconds
+PATIENCE = 30.0  # seconds to wait for the workers of a bench that was killed
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """All a worker needs to know; paths are absolute."""
+
+    folder: str
+    config: str  # TOML
+    root: str
+    cache: str
+    device: str
+    command: str  # the `protofed run` that does the same
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a worker ended and what it said on stderr."""
+
+    code: int
+    said: str
+
+
+@runtime_checkable
+class Worker(Protocol):
+    """A run under way somewhere."""
+
+    def ended(self) -> Ended | None:
+        """How it ended; None while it runs."""
+        ...
+
+    def stop(self) -> None:
+        """Ask it to end and leave nothing half-written."""
+        ...
+
+    def kill(self) -> None:
+        """End it."""
+        ...
+
+
+Start = Callable[[Job], Worker]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Where a cell stands."""
+
+    state: State
+    began: float = 0.0  # monotonic clock
+    seconds: float = 0.0
+    after_slice: int | None = None
+    score: float = math.nan  # mean of A[t, t], NDCG@10, sampled, all events
+    error: str = ""
+
+
+Board = dict[str, Status]  # by the cell's folder
+Tell = Callable[[Cell, Status], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    cell: Cell
+    worker: Worker
+    said_before: int  # bytes of log.jsonl that earlier attempts wrote
+
+
+@dataclass(slots=True)
+class Process:
+    """A worker that is a process of this machine. It ends when its standard input does: with whoever started it."""
+
+    process: subprocess.Popen[bytes]
+    stderr: IO[bytes]
+    _ended: Ended | None = None
+
+    def ended(self) -> Ended | None:
+        code = self.process.poll()
+        if self._ended is None and code is not None:
+            self.stderr.seek(0)
+            self._ended = Ended(code, self.stderr.read().decode(errors="replace"))
+            self.stderr.close()
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+        return self._ended
+
+    def stop(self) -> None:
+        self.process.terminate()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.ended()
+
+
+@dataclass(frozen=True, slots=True)
+class RayTask:
+    """A worker that is a task of a Ray cluster."""
+
+    ray: Any
+    task: Any
+
+    def ended(self) -> Ended | None:
+        if not self.ray.wait([self.task], timeout=0)[0]:
+            return None
+        try:
+            code, said = self.ray.get(self.task)
+            return Ended(code, said)
+        except Exception as problem:  # a lost node, a cancelled task: whatever Ray raises is how the worker ended
+            return Ended(1, f"{type(problem).__name__}: {problem}")
+
+    def stop(self) -> None:
+        self.ray.cancel(self.task, force=False)
+
+    def kill(self) -> None:
+        self.ray.cancel(self.task, force=True)
+
+
+def processes(command: Sequence[str], *, keep_open: int | None = None) -> Start:
+    """Workers on this machine. They hold `keep_open`, the bench's lock, as long as they live."""
+
+    def start(job: Job) -> Process:
+        stderr = tempfile.TemporaryFile()  # noqa: SIM115 (the worker's, closed when it has ended)
+        process = subprocess.Popen(
+            [*command, json.dumps(asdict(job))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+            start_new_session=True,  # Ctrl-C is for the bench, which then stops its workers
+            pass_fds=() if keep_open is None else (keep_open,),
+        )
+        return Process(process, stderr)
+
+    return start
+
+
+def ray_tasks(command: Sequence[str]) -> Start:
+    """Workers on a Ray cluster whose nodes share the folders of the bench."""
+    try:
+        ray = importlib.import_module("ray")
+    except ModuleNotFoundError as missing:
+        raise MissingExtra("ray", "ray") from missing
+    ray.init(ignore_reinit_error=True, log_to_driver=False)
+    remote = ray.remote(num_cpus=1, max_retries=0)(on_a_node)
+    return lambda job: RayTask(ray, remote.remote(tuple(command), job))
+
+
+def on_a_node(command: Sequence[str], job: Job) -> tuple[int, str]:
+    """Run one job to its end; a cancelled task stops its process."""
+    worker = processes(command)(job)
+    try:
+        while (ended := worker.ended()) is None:
+            time.sleep(PAUSE)
+        return ended.code, ended.said
+    finally:
+        stop_all([worker])
+
+
+def standing(cell: Cell, out: Path) -> Status:
+    """Done or waiting; a folder with another run is an error that names it."""
+    folder = out / cell.folder
+    written, text = folder / "config.toml", to_toml(cell.config)
+    if written.is_file():
+        _refuse_other(folder, written.read_text(encoding="utf-8"), text)
+    if not RunFolder(folder).finished:
+        return Status("waiting")
+    return _done(folder)
+
+
+def _refuse_other(folder: Path, old: str, new: str) -> None:
+    if old == new:
+        return
+    pairs = zip(old.splitlines(), new.splitlines(), strict=False)
+    was, now = next(((a, b) for a, b in pairs if a != b), ("another config", "this one"))
+    raise RunFolderError(
+        f"{folder} holds another run ({was.strip()}, asked for {now.strip()}); choose another --out or delete it"
+    )
+
+
+def _done(folder: Path) -> Status:
+    score = accuracy(matrix(read_table(folder / "metrics.parquet"), "sampled", "all", "ndcg@10"))
+    return Status("done", seconds=sum(seconds(folder).values()), score=score)
+
+
+@contextlib.contextmanager
+def held(out: Path, name: str = "bench") -> Iterator[int]:
+    """The bench folder for one bench at a time (one per shard); the lock's number, for workers to hold on to.
+
+    Workers of a killed bench end on their own; until they have, the folder is theirs.
+    """
+    if out.is_file() or (out / "config.toml").is_file():
+        raise RunFolderError(f"--out {out} is a file or a single run's folder; a bench needs a folder of its own")
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / f".{name}.lock", "w", encoding="utf-8") as lock:
+        until = time.monotonic() + PATIENCE
+        while not _locked(lock):
+            if time.monotonic() > until:
+                raise RunFolderError(f"another bench is running in {out}; wait for it or choose another --out")
+            time.sleep(PAUSE)
+        remove_unfinished(out)
+        yield lock.fileno()
+
+
+def _locked(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def run_cells(
+    cells: Sequence[Cell], board: Board, out: Path, start: Start, job_of: Callable[[Cell], Job], jobs: int, tell: Tell
+) -> Board:
+    """The board once nothing waits any more; whatever interrupts it, no worker outlives it."""
+    board = dict(board)
+    waiting = [cell for cell in cells if board[cell.folder].state == "waiting"]
+    running: dict[str, _Running] = {}
+    warm: set[str] = set()
+    stale, due = False, 0.0  # whether the tables lack a finished cell, and when they may be written next
+    try:
+        while waiting or running:
+            for cell in startable(waiting, [run.cell for run in running.values()], warm, jobs):
+                waiting.remove(cell)
+                said_before = _size(out / cell.folder / "log.jsonl")
+                running[cell.folder] = _Running(cell, start(job_of(cell)), said_before)
+                board[cell.folder] = Status("running", began=time.monotonic())
+                tell(cell, board[cell.folder])
+            time.sleep(PAUSE)
+            for name, run in list(running.items()):
+                newest = reached(out / name / "log.jsonl", run.said_before)
+                status = look(run, out, board[name], newest)
+                if newest is not None or status.state == "done":
+                    warm.add(run.cell.warm_up)
+                if status != board[name]:
+                    board[name] = status
+                    if status.state != "running":
+                        del running[name]
+                        note_failure(run.cell, status, out)
+                        stale = stale or status.state == "done"
+                    tell(run.cell, status)
+            if stale and (time.monotonic() >= due or not (waiting or running)):
+                stale, due = False, _written(out)
+    finally:
+        stop_all([run.worker for run in running.values()])
+    return board
+
+
+def _written(out: Path) -> float:
+    """Write the tables; when they may be written again, so that a large grid does not spend its time on them."""
+    began = time.monotonic()
+    write_tables(out)
+    ended = time.monotonic()
+    return ended + SPARING * (ended - began)
+
+
+def startable(waiting: Sequence[Cell], running: Sequence[Cell], warm: set[str], jobs: int) -> list[Cell]:
+    """The cells to start now: in order, but none that would repeat a warm-up that is under way."""
+    chosen: list[Cell] = []
+    warming = {cell.warm_up for cell in running} - warm
+    for cell in waiting:
+        if len(running) + len(chosen) >= jobs:
+            break
+        if cell.warm_up not in warming:
+            chosen.append(cell)
+            warming |= {cell.warm_up} - warm
+    return chosen
+
+
+def reached(log: Path, said_before: int) -> int | None:
+    """The newest slice this attempt has learned, -1 right after the warm-up, None before it."""
+    newest = None
+    with contextlib.suppress(FileNotFoundError), open(log, "rb") as file:
+        file.seek(said_before)
+        for line in file:
+            with contextlib.suppress(json.JSONDecodeError):  # a line that is being written
+                record = json.loads(line)
+                newest = -1 if record["stage"] == "warm-up" else int(record["slice"])
+    return newest
+
+
+def look(run: _Running, out: Path, before: Status, newest: int | None) -> Status:
+    """A running cell's status now, `newest` being the slice it has reached."""
+    folder = out / run.cell.folder
+    ended = run.worker.ended()
+    if ended is None:
+        return replace(before, after_slice=newest if newest is not None and newest >= 0 else before.after_slice)
+    spent = time.monotonic() - before.began
+    if ended.code == 0 and RunFolder(folder).finished:
+        return replace(_done(folder), began=before.began, seconds=spent)
+    path = _traceback(run.cell, out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, ended.said or f"the worker said nothing and ended with code {ended.code}\n")
+    return replace(before, state="failed", seconds=spent, error=one_line(ended))
+
+
+def one_line(ended: Ended) -> str:
+    """Why a worker failed: its error line, else the last line of its traceback, else how it ended."""
+    lines = [line.strip() for line in ended.said.splitlines() if line.strip()]
+    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    if ended.code < 0:
+        return f"the worker was ended by {signal.Signals(-ended.code).name}"
+    return (told or lines or [f"the worker ended with code {ended.code} before the run was finished"])[-1]
+
+
+def note_failure(cell: Cell, status: Status, out: Path) -> None:
+    """Enter the cell in failed.json, or strike it off."""
+    with locked(out / ".failed.lock"):
+        failed = read_failed(out)
+        failed.pop(cell.folder, None)
+        if status.state == "failed":
+            traceback = _traceback(cell, out).relative_to(out).as_posix()
+            failed[cell.folder] = {"error": status.error, "traceback": traceback}
+        else:
+            _forget(_traceback(cell, out))
+        _write_failed(out, failed)
+
+
+def read_failed(out: Path) -> dict[str, dict[str, str]]:
+    """The cells that failed when they were last tried, each with its one line and the file of its traceback."""
+    path = out / "failed.json"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as problem:
+        raise RunFolderError(
+            f"{path} is not valid JSON ({problem}); delete it, failed cells are tried again"
+        ) from problem
+    return dict(found)
+
+
+def _write_failed(out: Path, failed: Mapping[str, Mapping[str, str]]) -> None:
+    if failed:
+        write_text(out / "failed.json", json.dumps(failed, indent=2, sort_keys=True) + "\n")
+        return
+    (out / "failed.json").unlink(missing_ok=True)
+
+
+def _traceback(cell: Cell, out: Path) -> Path:
+    return out / "failed" / f"{cell.folder}.txt"
+
+
+def _forget(traceback: Path) -> None:
+    if traceback.is_file():
+        traceback.unlink()
+        with contextlib.suppress(OSError):  # others failed too
+            os.removedirs(traceback.parent)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
+
+
+def stop_all(workers: Sequence[Worker]) -> None:
+    """Ask every worker to end, wait, and end those that do not."""
+    left = [worker for worker in workers if worker.ended() is None]
+    for worker in left:
+        worker.stop()
+    until = time.monotonic() + GRACE
+    while left and time.monotonic() < until:
+        time.sleep(PAUSE / 2)
+        left = [worker for worker in left if worker.ended() is None]
+    for worker in left:
+        worker.kill()
+
+
+def time_left(cells: Sequence[Cell], board: Board, jobs: int, now: float) -> float:
+    """Seconds until the end, judged by finished cells of the same method and data set, else by all; NaN without."""
+    kinds: dict[tuple[str, str], list[float]] = {}
+    for cell in cells:
+        if board[cell.folder].state == "done":
+            kinds.setdefault((cell.config.dataset, cell.config.method), []).append(board[cell.folder].seconds)
+    everything = [spent for kind in kinds.values() for spent in kind]
+    if not everything:
+        return math.nan
+    left = 0.0
+    for cell in cells:
+        status = board[cell.folder]
+        known = kinds.get((cell.config.dataset, cell.config.method), everything)
+        usual = sum(known) / len(known)
+        if status.state == "waiting":
+            left += usual
+        elif status.state == "running":
+            left += max(0.0, usual - (now - status.began))
+    return left / max(1, min(jobs, len(cells)))
+
+
+def best_so_far(cells: Sequence[Cell], board: Board) -> dict[str, tuple[str, float]]:
+    """Per data set the row with the highest mean score over its finished seeds."""
+    rows: dict[str, dict[str, list[float]]] = {}
+    for cell in cells:
+        score = board[cell.folder].score
+        if math.isfinite(score):
+            row = os.path.dirname(cell.folder).partition("/")[2]
+            rows.setdefault(cell.config.dataset, {}).setdefault(row, []).append(score)
+    means = {data: {row: sum(s) / len(s) for row, s in found.items()} for data, found in rows.items()}
+    return {data: max(found.items(), key=lambda pair: pair[1]) for data, found in means.items()}

@@ -1,0 +1,305 @@
+"""A grid of runs: data sets × methods × variants × swept settings × seeds, each cell with a folder of its own."""
+
+import hashlib
+import itertools
+import json
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from protofed.config import RunConfig, hyper_values, override, parse_override, parsed, to_toml
+from protofed.errors import ConfigError
+from protofed.methods.catalogue import method_named
+
+Settle = Callable[[Mapping[str, object], None, Sequence[str]], RunConfig]  # `protofed run`: flags, no file, its --set
+DEFAULT = "default"
+AXES = {"dataset": "grid.datasets", "method": "grid.methods", "seed": "grid.seeds"}
+RESERVED = ("failed", "failed.json", "results.csv", "results.parquet", "runs.parquet")  # files of a bench folder
+VARIANT_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
+LONGEST = 120  # characters of one part of a folder's name
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Settings under a name, for some methods (none named: for all), and settings it alone sweeps."""
+
+    name: str
+    methods: tuple[str, ...] = ()
+    settings: tuple[tuple[str, object], ...] = ()
+    sweep: tuple[tuple[str, tuple[object, ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is multiplied; every method has its plain cell, then those of its variants."""
+
+    datasets: tuple[str, ...]
+    methods: tuple[str, ...]
+    seeds: tuple[int, ...] = (0,)
+    settings: tuple[tuple[str, object], ...] = ()
+    variants: tuple[Variant, ...] = ()
+    sweep: tuple[tuple[str, tuple[object, ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of the grid."""
+
+    variant: str  # the variant's name and the swept values, as the folder has them
+    config: RunConfig
+    settings: tuple[tuple[str, object], ...]  # what was asked for beyond data set, method and seed
+
+    @property
+    def folder(self) -> str:
+        """Where the run lives below the bench folder: data set / method / variant / seed."""
+        dataset, variant = (_part(text) for text in (quote(self.config.dataset, safe=""), self.variant))
+        return f"{dataset}/{self.config.method}/{variant}/seed-{self.config.seed}"
+
+    @property
+    def warm_up(self) -> str:
+        """What decides the warm-up: cells with the same text share it."""
+        training = replace(self.config.training, slice_learning_rate=0.0, slice_epochs=0)  # these act after it
+        config = self.config
+        parts = (asdict(config.stream), asdict(config.backbone), asdict(training))
+        return repr((config.dataset, config.clients, config.preset, config.seed, parts))
+
+    def command(self, *flags: str) -> str:
+        """The `protofed run` that makes the same run."""
+        words = [word for flag, value in flags_of(self.config).items() for word in (f"--{flag}", str(value))]
+        words += [word for text in texts(self.settings) for word in ("--set", text)]
+        return shlex.join(["protofed", "run", *words, *flags])
+
+
+@dataclass(frozen=True, slots=True)
+class _GridTable:
+    datasets: object = ()
+    methods: object = ()
+    seeds: object = (0,)
+
+
+@dataclass(frozen=True, slots=True)
+class _VariantTable:
+    name: object = None
+    methods: object = ()
+    settings: object = None
+    sweep: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    grid: _GridTable = _GridTable()
+    settings: object = None
+    sweep: object = None
+    variant: object = ()
+
+
+def read_grid(path: Path) -> Grid:
+    """The grid in a TOML file, strictly: an unknown key is an error that suggests the nearest."""
+    if not path.is_file():
+        raise ConfigError(f"no experiment file at {path}")
+    return grid_of(parsed(path.read_text(encoding="utf-8")))
+
+
+def grid_of(values: Mapping[str, object]) -> Grid:
+    """The grid that dotted keys describe, e.g. {"grid.seeds": [0, 1], "settings.training.negatives": 32}."""
+    settings, rest = _taken(values, "settings")
+    sweep, rest = _taken(rest, "sweep")
+    file = override(_File(), rest)
+    return Grid(
+        datasets=_names("grid.datasets", file.grid.datasets),
+        methods=_methods("grid.methods", file.grid.methods),
+        seeds=_seeds(file.grid.seeds),
+        settings=_settings("settings", settings),
+        variants=tuple(_variant(entry) for entry in _list("variant", file.variant)),
+        sweep=_sweep("sweep", sweep),
+    )
+
+
+def cells(grid: Grid, settle: Settle) -> tuple[Cell, ...]:
+    """Every cell, in the grid's order; no two share a folder, none is made twice."""
+    if not grid.datasets or not grid.methods:
+        missing = "datasets" if not grid.datasets else "methods"
+        raise ConfigError(f"the grid has no {missing}; give --{missing}, or grid.{missing} in the file of --config")
+    for dataset in grid.datasets:
+        if dataset in RESERVED:
+            raise ConfigError(f"a data set must not be named {dataset!r}, as a file of the bench is; rename its folder")
+    found = tuple(_expanded(grid, settle))
+    _distinct([(cell.folder.casefold(), cell.folder) for cell in found], "two cells would share the folder {1}")
+    same = "{0} and {1} would be the same run; drop one, or name the methods the variant is for"
+    _distinct([(to_toml(cell.config), cell.folder) for cell in found], same)
+    return found
+
+
+def shard(found: Sequence[Cell], index: int, count: int) -> tuple[Cell, ...]:
+    """Part `index` (from 1) of `count`: disjoint, together everything, each method spread evenly."""
+    by_method = sorted(range(len(found)), key=lambda place: found[place].config.method)
+    mine = {place for turn, place in enumerate(by_method) if turn % count == index - 1}
+    return tuple(cell for place, cell in enumerate(found) if place in mine)
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """`2/5` as (2, 5)."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    index, count = (int(number) for number in match.groups()) if match else (0, 0)
+    if not 1 <= index <= count:
+        raise ConfigError(f"--shard takes i/n with 1 <= i <= n, got {text!r}; for example --shard 1/4")
+    return index, count
+
+
+def flags_of(config: RunConfig) -> dict[str, object]:
+    """The flags of `protofed run` that name a cell."""
+    return {name: getattr(config, name) for name in ("dataset", "method", "preset", "seed")}
+
+
+def texts(settings: Iterable[tuple[str, object]]) -> list[str]:
+    """Settings as --set takes them; the preset has a flag, because it brings other settings along."""
+    return [setting(key, value) for key, value in settings if key != "preset"]
+
+
+def setting(key: str, value: object) -> str:
+    """`key=value` that --set reads back as it was."""
+    bare = f"{key}={_text(value)}"
+    if parse_override(bare) == (key, value):
+        return bare
+    return f"{key}={json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")  # as TOML, which forbids DEL
+
+
+def _expanded(grid: Grid, settle: Settle) -> Iterator[Cell]:
+    plain = Variant(DEFAULT)
+    for dataset, method in itertools.product(grid.datasets, grid.methods):
+        variants = [v for v in grid.variants if not v.methods or method in v.methods]
+        for variant in (plain, *variants):
+            sweep = dict(grid.sweep) | dict(variant.sweep)
+            for swept in itertools.product(*sweep.values()):
+                chosen = dict(zip(sweep, swept, strict=True))
+                settings = dict(grid.settings) | dict(variant.settings) | chosen
+                for seed in grid.seeds:
+                    named = {"dataset": dataset, "method": method, "preset": settings.get("preset", "small")}
+                    # by way of the same texts as `command`, so that both make one config
+                    config = settle(named | {"seed": seed}, None, texts(settings.items()))
+                    # the config's own value: 1 and 1.0 are one setting and must be one folder
+                    values = [f"{key}={quote(_text(_value(config, key)), safe='+')}" for key in chosen]
+                    yield Cell(",".join([variant.name, *values]), config, tuple(settings.items()))
+
+
+def _value(config: RunConfig, key: str) -> object:
+    table, _, rest = key.partition(".")
+    if table == "hyper":
+        return hyper_values(config.hyper)[rest]
+    found: object = config
+    for name in key.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _part(text: str) -> str:
+    if len(text) <= LONGEST:
+        return text
+    return f"{text[:LONGEST]}~{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _distinct(named: Sequence[tuple[str, str]], message: str) -> None:
+    first: dict[str, str] = {}
+    for key, name in named:
+        if key in first:
+            raise ConfigError(message.format(first[key], name))
+        first[key] = name
+
+
+def _taken(values: Mapping[str, object], table: str) -> tuple[dict[str, object], dict[str, object]]:
+    """The keys of one table without its name, and the other keys."""
+    inside = {key.removeprefix(f"{table}."): value for key, value in values.items() if key.startswith(f"{table}.")}
+    empty = values.get(table) == {}
+    rest = {k: v for k, v in values.items() if not k.startswith(f"{table}.") and not (empty and k == table)}
+    return inside, rest
+
+
+def _variant(entry: object) -> Variant:
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"variant must be a list of tables, [[variant]], got {entry!r}")
+    table = override(_VariantTable(), entry)
+    if not isinstance(table.name, str) or not VARIANT_NAME.fullmatch(table.name) or table.name == DEFAULT:
+        rule = f"small letters, digits, '.', '_', '-', and not {DEFAULT!r}"
+        raise ConfigError(f"variant.name must consist of {rule}, got {table.name!r}")
+    where = f"variant {table.name!r}"
+    return Variant(
+        name=table.name,
+        methods=_methods(f"{where}: methods", table.methods),
+        settings=_settings(f"{where}: settings", _dotted(f"{where}: settings", table.settings)),
+        sweep=_sweep(f"{where}: sweep", _dotted(f"{where}: sweep", table.sweep)),
+    )
+
+
+def _dotted(where: str, table: object, prefix: str = "") -> dict[str, object]:
+    """Dotted keys of a table, however deep it is written."""
+    if not isinstance(table, Mapping):
+        if table is None:
+            return {}
+        raise ConfigError(f"{where} must be a table, got {table!r}")
+    flat: dict[str, object] = {}
+    for key, value in table.items():
+        flat |= _dotted(where, value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _settings(where: str, values: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
+    for key, value in values.items():
+        if key in AXES:
+            raise ConfigError(f"{where} must not set {key!r}; list it in {AXES[key]}")
+        if isinstance(value, list | Mapping):
+            raise ConfigError(f"{where}: {key} must be a single value, got {value!r}; lists belong in [sweep]")
+    return tuple(values.items())
+
+
+def _sweep(where: str, values: Mapping[str, object]) -> tuple[tuple[str, tuple[object, ...]], ...]:
+    for key, options in values.items():
+        if not isinstance(options, list) or not options:
+            raise ConfigError(f"{where}: {key} must be a list of values, got {options!r}")
+        _settings(where, dict.fromkeys([key], options[0]))
+    return tuple((key, tuple(options)) for key, options in values.items() if isinstance(options, list))
+
+
+def _list(where: str, value: object) -> Sequence[Any]:
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{where} must be a list, got {value!r}")
+    return value
+
+
+def _names(where: str, value: object) -> tuple[str, ...]:
+    names = _once(where, _list(where, value))
+    for name in names:
+        if not isinstance(name, str) or not name or name.startswith("."):
+            raise ConfigError(f"{where} must hold names, got {name!r}")
+    return names
+
+
+def _methods(where: str, value: object) -> tuple[str, ...]:
+    names = _names(where, value)
+    for name in names:
+        method_named(name)
+    return names
+
+
+def _seeds(value: object) -> tuple[int, ...]:
+    seeds = _once("grid.seeds", _list("grid.seeds", value))
+    for seed in seeds:
+        if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
+            raise ConfigError(f"grid.seeds must hold whole numbers >= 0, got {seed!r}")
+    if not seeds:
+        raise ConfigError("grid.seeds must name at least one seed, got none")
+    return seeds
+
+
+def _once(where: str, values: Sequence[Any]) -> tuple[Any, ...]:
+    for place, value in enumerate(values):
+        if value in values[:place]:
+            raise ConfigError(f"{where} names {value!r} twice")
+    return tuple(values)

@@ -1,0 +1,186 @@
+"""The tables of a bench folder: every metric of every finished run in one file, one line per run in another."""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pyarrow as pa
+import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
+
+from protofed.config import RunConfig, read_toml, run_label
+from protofed.errors import ConfigError, RunFolderError
+from protofed.experiments.evaluate import METRICS_SCHEMA
+from protofed.files import written_atomically
+from protofed.privacy.ledger import read_ledger
+
+FOLDERS = "*/*/*/seed-*/metrics.parquet"  # data set / method / variant / seed
+IDENTITY = [(name, pa.string()) for name in ("dataset", "preset", "method", "variant", "label")] + [
+    ("seed", pa.int64())
+]
+NARROW = {"value": pa.float32(), "n_queries": pa.int32(), "n_users": pa.int32()}
+RESULTS_SCHEMA = pa.schema(IDENTITY + [(f.name, NARROW.get(f.name, f.type)) for f in METRICS_SCHEMA])
+RUNS_SCHEMA = pa.schema(
+    [
+        *IDENTITY,
+        ("folder", pa.string()),
+        ("trust", pa.string()),  # this and the next four: null where nothing was released
+        ("noise_multiplier", pa.float64()),  # this and the next two: null where several streams were released
+        ("sampling_rate", pa.float64()),
+        ("rounds", pa.int64()),
+        ("releases", pa.string()),  # the whole ledger, as JSON
+        ("delta", pa.float64()),
+        ("warm_up_seconds", pa.float64()),
+        ("learn_seconds", pa.float64()),
+        ("evaluate_seconds", pa.float64()),
+        ("warm_up_epochs", pa.int64()),
+        ("warm_up_steps_per_epoch", pa.int64()),
+        ("device", pa.string()),
+        ("threads", pa.int64()),
+        ("torch", pa.string()),
+        ("command", pa.string()),
+        ("config_sha256", pa.string()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A finished run of the bench."""
+
+    path: Path
+    variant: str
+    config: RunConfig
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """The columns that name the run in both tables."""
+        config = self.config
+        label = run_label(config)
+        names = (config.dataset, config.preset, config.method, self.variant, label, config.seed)
+        return dict(zip((name for name, _ in IDENTITY), names, strict=True))
+
+
+def finished_runs(out: Path) -> tuple[Finished, ...]:
+    """Every finished run below the bench folder, by data set, method, variant and seed."""
+    found = [_finished(path.parent) for path in out.glob(FOLDERS)]
+    order = sorted(found, key=lambda run: (run.config.dataset, run.config.method, run.variant, run.config.seed))
+    return tuple(order)
+
+
+def write_tables(out: Path) -> None:
+    """results.parquet, results.csv and runs.parquet, each whole; they depend on the finished runs alone.
+
+    The lock makes whoever writes last see what others finished before.
+    """
+    with locked(out / ".tables.lock"):
+        runs = finished_runs(out)
+        with (
+            written_atomically(out / "results.parquet") as parquet,
+            written_atomically(out / "results.csv") as csv,
+            pq.ParquetWriter(parquet, RESULTS_SCHEMA, compression="zstd") as rows,
+            pacsv.CSVWriter(csv, RESULTS_SCHEMA) as lines,
+        ):
+            for run in runs:  # one after the other: a large grid never has to fit into memory
+                table = results_of(run)
+                rows.write_table(table)
+                lines.write_table(table)
+        with written_atomically(out / "runs.parquet") as parquet:
+            level = pa.Table.from_pylist([run_row(run, out) for run in runs], schema=RUNS_SCHEMA)
+            pq.write_table(level, parquet, compression="zstd")
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Nobody else inside until the block ends; a killed holder lets go."""
+    with open(path, "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def results_of(run: Finished) -> pa.Table:
+    """The run's metrics with the columns that name it."""
+    metrics = read_table(run.path / "metrics.parquet", METRICS_SCHEMA)
+    named = [pa.repeat(pa.scalar(run.identity[name], kind), len(metrics)) for name, kind in IDENTITY]
+    return pa.table([*named, *metrics.columns], names=RESULTS_SCHEMA.names).cast(RESULTS_SCHEMA)
+
+
+def run_row(run: Finished, out: Path) -> dict[str, object]:
+    """What there is to say about a run as a whole."""
+    environment = _json(run.path / "environment.json")
+    return {
+        **run.identity,
+        "folder": run.path.relative_to(out).as_posix(),
+        **released(run),
+        **seconds(run.path),
+        **_warm_up(run.path / "log.jsonl"),
+        "device": environment.get("device"),
+        "threads": environment.get("threads"),
+        "torch": environment.get("versions", {}).get("torch"),
+        "command": environment.get("command"),
+        "config_sha256": hashlib.sha256((run.path / "config.toml").read_bytes()).hexdigest(),
+    }
+
+
+def released(run: Finished) -> dict[str, object]:
+    """What ε is computed from."""
+    ledger, trust = read_ledger(run.path / "ledger.json")
+    if not ledger:
+        return {}
+    told: dict[str, object] = {"trust": trust, "delta": run.config.privacy.delta}
+    told["releases"] = json.dumps([asdict(release) for release in ledger])
+    if len(ledger) == 1:
+        (only,) = ledger
+        told |= {"noise_multiplier": only.noise_multiplier, "sampling_rate": only.sampling_rate, "rounds": only.count}
+    return told
+
+
+def seconds(folder: Path) -> dict[str, float]:
+    """Wall clock by stage."""
+    table = read_table(folder / "timing.parquet")
+    spent: dict[str, float] = {}
+    for stage, value in zip(table["stage"].to_pylist(), table["seconds"].to_pylist(), strict=True):
+        key = f"{stage.replace('-', '_')}_seconds"
+        spent[key] = spent.get(key, 0.0) + value
+    return {key: value for key, value in spent.items() if key in RUNS_SCHEMA.names}
+
+
+def _finished(folder: Path) -> Finished:
+    try:
+        return Finished(folder, unquote(folder.parent.name), read_toml(folder / "config.toml"))
+    except ConfigError as problem:
+        raise RunFolderError(f"{folder / 'config.toml'}: {problem}; delete the folder and run again") from problem
+
+
+def _warm_up(log: Path) -> dict[str, object]:
+    """How the backbone was trained; a resumed run says it again, the last word counts."""
+    told: Mapping[str, Any] = {}
+    for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
+        with contextlib.suppress(json.JSONDecodeError):  # a line that a kill cut off
+            record = json.loads(line)
+            told = record if record.get("stage") == "warm-up" else told
+    return {"warm_up_epochs": told.get("epochs"), "warm_up_steps_per_epoch": told.get("steps_per_epoch")}
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise RunFolderError(f"{path} cannot be read ({problem}); delete its folder and run again") from problem
+    return found if isinstance(found, dict) else {}
+
+
+def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
+    """A run's table; a damaged one is an error that names it."""
+    try:
+        table = pq.read_table(path)
+        return table.select(schema.names) if schema else table
+    except (pa.ArrowException, OSError, KeyError) as problem:
+        reason = str(problem).splitlines()[0]
+        raise RunFolderError(f"{path} cannot be read ({reason}); delete its folder and run again") from problem

@@ -1,0 +1,280 @@
+"""Grids: every cell once, each in a folder of its own; shards; one line for every mistake in the file."""
+
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from protofed.cli.run import settle
+from protofed.config import parse_override
+from protofed.errors import ConfigError
+from protofed.experiments.grid import Grid, Variant, cells, grid_of, parse_shard, read_grid, setting, shard
+
+ROOT = Path(__file__).parents[3]
+METHODS = ("popularity", "frozen", "ewc", "protofed-sp")
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "grid.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def folders(grid: Grid) -> list[str]:
+    return [cell.folder for cell in cells(grid, settle)]
+
+
+def some(*names: str) -> st.SearchStrategy[tuple[str, ...]]:
+    return st.lists(st.sampled_from(names), min_size=1, unique=True).map(tuple)
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> dict[str, Any]:
+    """What `made` makes a grid of; run-time type checks draw at random, which a strategy must not."""
+    strange = st.text(min_size=1, max_size=200).filter(lambda text: not text.startswith("."))
+    name = st.text("abz019._-", min_size=1, max_size=8).filter(lambda text: text[0] not in "._-")
+    values = st.lists(st.floats(0.1, 9.0), min_size=1, max_size=2, unique=True).map(tuple)
+    return {
+        "datasets": draw(st.lists(strange, min_size=1, max_size=2, unique_by=str.casefold).map(tuple)),
+        "methods": draw(some(*METHODS)),
+        "seeds": draw(st.lists(st.integers(0, 2**40), min_size=1, max_size=2, unique=True).map(tuple)),
+        "variants": [(text, draw(some(*METHODS))) for text in draw(st.lists(name, max_size=2, unique=True))],
+        "sweep": (("privacy.noise_multiplier", draw(values)),) if draw(st.booleans()) else (),
+    }
+
+
+def made(parts: dict[str, Any]) -> Grid:
+    variants = [
+        Variant(name, methods, (("training.negatives", 7 + place),))
+        for place, (name, methods) in enumerate(parts["variants"])
+    ]
+    return Grid(**parts | {"variants": tuple(variants)})
+
+
+def expected_size(grid: Grid) -> int:
+    rows = sum(1 + sum(method in v.methods for v in grid.variants) for method in grid.methods)
+    swept = len(grid.sweep[0][1]) if grid.sweep else 1
+    return len(grid.datasets) * rows * swept * len(grid.seeds)
+
+
+@settings(max_examples=30)
+@given(drawn())
+def test_every_combination_is_one_cell_and_no_two_share_a_folder(parts):
+    grid = made(parts)
+    found = folders(grid)
+    assert len(found) == expected_size(grid)
+    assert len({name.casefold() for name in found}) == len(found)
+    assert found == folders(grid)
+    for name in found:
+        parts = name.split("/")
+        assert len(parts) == 4
+        assert not {".", "..", ""} & set(parts)
+        assert max(map(len, parts)) < 200
+
+
+@settings(max_examples=30)
+@given(drawn(), st.integers(1, 7))
+def test_shards_are_disjoint_cover_the_grid_and_spread_every_method_evenly(drawn_parts, count):
+    grid = made(drawn_parts)
+    whole = cells(grid, settle)
+    parts = [shard(whole, index, count) for index in range(1, count + 1)]
+    together = [cell.folder for part in parts for cell in part]
+    assert sorted(together) == sorted(cell.folder for cell in whole)
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+    for method in grid.methods:
+        share = [Counter(cell.config.method for cell in part)[method] for part in parts]
+        assert max(share) - min(share) <= 1
+    order = {cell.folder: place for place, cell in enumerate(whole)}
+    assert all([order[cell.folder] for cell in part] == sorted(order[cell.folder] for cell in part) for part in parts)
+
+
+def test_the_folder_names_of_a_small_grid():
+    sweep = (("privacy.noise_multiplier", (1, 0.4)),)
+    variants = (Variant("nodp", ("protofed-sp",), (("protofed.mode", "nodp"),)),)
+    grid = Grid(("synthetic",), ("popularity", "protofed-sp"), (3,), variants=variants, sweep=sweep)
+    assert folders(grid) == [
+        "synthetic/popularity/default,privacy.noise_multiplier=1.0/seed-3",
+        "synthetic/popularity/default,privacy.noise_multiplier=0.4/seed-3",
+        "synthetic/protofed-sp/default,privacy.noise_multiplier=1.0/seed-3",
+        "synthetic/protofed-sp/default,privacy.noise_multiplier=0.4/seed-3",
+        "synthetic/protofed-sp/nodp,privacy.noise_multiplier=1.0/seed-3",
+        "synthetic/protofed-sp/nodp,privacy.noise_multiplier=0.4/seed-3",
+    ]
+
+
+def test_a_variants_own_sweep_touches_that_variant_alone():
+    variant = Variant("noise", ("protofed-sp",), (), (("privacy.noise_multiplier", (0.4, 0.8)),))
+    assert folders(Grid(("synthetic",), ("frozen", "protofed-sp"), variants=(variant,))) == [
+        "synthetic/frozen/default/seed-0",
+        "synthetic/protofed-sp/default/seed-0",
+        "synthetic/protofed-sp/noise,privacy.noise_multiplier=0.4/seed-0",
+        "synthetic/protofed-sp/noise,privacy.noise_multiplier=0.8/seed-0",
+    ]
+
+
+def test_a_hyper_parameter_can_be_swept():
+    grid = Grid(("synthetic",), ("ewc",), sweep=(("hyper.strength", (0.5, 2.0)),))
+    assert folders(grid) == [f"synthetic/ewc/default,hyper.strength={value}/seed-0" for value in ("0.5", "2.0")]
+
+
+def test_settings_reach_the_config_and_the_sweep_goes_before_the_variant_before_the_common_ones():
+    common = (("training.negatives", 5), ("training.stride", 5), ("training.patience", 5))
+    variants = (Variant("other", (), (("training.stride", 6), ("training.patience", 6))),)
+    grid = Grid(("synthetic",), ("frozen",), settings=common, variants=variants, sweep=(("training.patience", (7,)),))
+    plain, other = (cell.config.training for cell in cells(grid, settle))
+    assert (plain.negatives, plain.stride, plain.patience) == (5, 5, 7)
+    assert (other.negatives, other.stride, other.patience) == (5, 6, 7)
+
+
+def test_a_preset_among_the_settings_brings_its_width():
+    grid = Grid(("synthetic",), ("frozen",), settings=(("preset", "paper"),))
+    assert [(cell.config.preset, cell.config.backbone.width) for cell in cells(grid, settle)] == [("paper", 256)]
+
+
+def test_what_a_method_brings_along_is_kept():
+    (cell,) = cells(Grid(("synthetic",), ("personal-memory",)), settle)
+    assert cell.config.scoring.personal_memory == 2.0
+
+
+def test_cells_share_a_warm_up_when_they_differ_only_in_what_comes_after_it():
+    after = Variant("after", (), (("training.slice_epochs", 2), ("protofed.mode", "nodp")))
+    before = Variant("before", (), (("training.base_epochs", 2),))
+    grid = Grid(("synthetic",), ("frozen", "ewc"), (0, 1), variants=(after, before))
+    keys = {cell.folder: cell.warm_up for cell in cells(grid, settle)}
+    assert len(set(keys.values())) == 4  # two seeds × (default and after, before)
+    assert keys["synthetic/frozen/default/seed-0"] == keys["synthetic/ewc/after/seed-0"]
+    assert keys["synthetic/frozen/default/seed-0"] != keys["synthetic/frozen/default/seed-1"]
+    assert keys["synthetic/frozen/default/seed-0"] != keys["synthetic/frozen/before/seed-0"]
+
+
+def test_the_command_of_a_cell_makes_the_same_config():
+    variants = (Variant("cut", (), (("protofed.ablate", "own-rows,short"), ("protofed.group_sparsity", True))),)
+    grid = Grid(("synthetic",), ("protofed-sp",), settings=(("training.learning_rate", 1e-4),), variants=variants)
+    cell = cells(grid, settle)[1]
+    words = cell.command("--out", "x").split()
+    plain = "protofed run --dataset synthetic --method protofed-sp --preset small --seed 0 --set"
+    assert " ".join(words).startswith(plain)
+    sets = [word for flag, word in itertools.pairwise(words) if flag == "--set"]
+    assert settle({"dataset": "synthetic", "method": "protofed-sp", "seed": 0}, None, sets) == cell.config
+
+
+def test_a_noise_for_all_cells_leaves_methods_without_a_mechanism_as_they_are():
+    grid = Grid(("synthetic",), ("popularity", "protofed-sp"), settings=(("privacy.noise_multiplier", 1.0),))
+    assert [(c.config.privacy.noise_multiplier, c.config.privacy.wrap) for c in cells(grid, settle)] == [
+        (1.0, False)
+    ] * 2
+
+
+@example('"a"')
+@example("1")
+@example("true")
+@example("1\nb = 2")
+@example("\x7f'")
+@given(st.one_of(st.text(), st.integers(), st.booleans(), st.floats(allow_nan=False)))
+def test_a_written_setting_is_read_back_as_it_was(value):
+    assert parse_override(setting("a.b", value)) == ("a.b", value)
+
+
+def test_a_file_gives_the_grid_however_its_tables_are_written(tmp_path):
+    path = write(
+        tmp_path,
+        """
+        [grid]
+        datasets = ["synthetic"]
+        methods = ["frozen", "protofed-sp"]
+        seeds = [0, 1]
+        [settings]
+        "training.negatives" = 32
+        stream.n_slices = 2
+        [settings.backbone]
+        width = 16
+        [[variant]]
+        name = "nodp"
+        methods = ["protofed-sp"]
+        settings = { protofed.mode = "nodp", "training.stride" = 5 }
+        [sweep]
+        "privacy.noise_multiplier" = [0.4, 0.8]
+        """,
+    )
+    assert read_grid(path) == Grid(
+        ("synthetic",),
+        ("frozen", "protofed-sp"),
+        (0, 1),
+        (("training.negatives", 32), ("stream.n_slices", 2), ("backbone.width", 16)),
+        (Variant("nodp", ("protofed-sp",), (("protofed.mode", "nodp"), ("training.stride", 5))),),
+        (("privacy.noise_multiplier", (0.4, 0.8)),),
+    )
+
+
+def test_an_empty_table_changes_nothing(tmp_path):
+    path = write(tmp_path, '[grid]\ndatasets = ["synthetic"]\nmethods = ["frozen"]\n[settings]\n[sweep]\n')
+    assert read_grid(path) == Grid(("synthetic",), ("frozen",))
+
+
+GRID = '[grid]\ndatasets = ["synthetic"]\nmethods = ["frozen"]\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[grid]\ndataset = ["a"]\n', "unknown config key 'grid.dataset'; did you mean 'grid.datasets'?"),
+        ("[grids]\nseeds = [0]\n", "unknown config key 'grids.seeds'; did you mean 'grid'?"),
+        ('[grid]\ndatasets = "a"\n', "grid.datasets must be a list, got 'a'"),
+        ("[grid]\ndatasets = [1]\n", "grid.datasets must hold names, got 1"),
+        ('[grid]\ndatasets = ["../x"]\n', "grid.datasets must hold names, got '../x'"),
+        ('[grid]\nmethods = ["frosen"]\n', "unknown method 'frosen'; did you mean 'frozen'?"),
+        ("[grid]\nseeds = [0, 0]\n", "grid.seeds names 0 twice"),
+        ("[grid]\nseeds = [true]\n", "grid.seeds must hold whole numbers >= 0, got True"),
+        ("[grid]\nseeds = []\n", "grid.seeds must name at least one seed"),
+        (GRID + "[settings]\nseed = 3\n", "settings must not set 'seed'; list it in grid.seeds"),
+        (GRID + "[settings]\ntraining.negative = 3\n", "did you mean 'training.negatives'?"),
+        (GRID + "[settings]\ntraining.negatives = [3]\n", "lists belong in \\[sweep\\]"),
+        (GRID + "[settings]\ntraining.negatives = 0\n", "training.negatives must lie between 1 and"),
+        (GRID + "[sweep]\ntraining.negatives = 3\n", "training.negatives must be a list of values, got 3"),
+        (GRID + "[sweep]\nseed = [3]\n", "sweep must not set 'seed'"),
+        (GRID + "[sweep]\nprivacy.noise_multiplier = [1, 1.0]\n", "two cells would share the folder"),
+        (GRID + '[[variant]]\nnames = "x"\n', "unknown config key 'names'; did you mean 'name'?"),
+        (GRID + '[[variant]]\nname = "No DP"\n', "variant.name must consist of small letters"),
+        (GRID + '[[variant]]\nname = "default"\n', "and not 'default'"),
+        (GRID + '[[variant]]\nname = "x"\nsettings = 3\n', "variant 'x': settings must be a table, got 3"),
+        (GRID + '[[variant]]\nname = "x"\nmethods = ["frosen"]\n', "did you mean 'frozen'?"),
+        (GRID + '[[variant]]\nname = "x"\n', "default/seed-0 and synthetic/frozen/x/seed-0 would be the same run"),
+        (GRID + "variant = 3\n", "unknown config key 'grid.variant'"),
+        ('[grid]\ndatasets = ["failed"]\nmethods = ["frozen"]\n', "must not be named 'failed'"),
+        ("[grid]\nmethods = []\n", "the grid has no datasets; give --datasets"),
+        ('[grid]\ndatasets = ["a"]\n', "the grid has no methods; give --methods"),
+        ("[grid\n", "the config is not valid TOML"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_clear_line(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message.replace("?", "\\?")) as raised:
+        cells(read_grid(write(tmp_path, text)), settle)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"no experiment file at .*absent\.toml"):
+        read_grid(tmp_path / "absent.toml")
+
+
+def test_a_shard_counts_from_one():
+    assert parse_shard("2/5") == (2, 5)
+    for text in ("0/2", "3/2", "1", "1/0", "a/b", "-1/2"):
+        with pytest.raises(ConfigError, match="--shard takes i/n"):
+            parse_shard(text)
+
+
+def test_the_smoke_grid_has_a_reference_and_a_noise_free_row():
+    found = cells(read_grid(ROOT / "experiments" / "smoke.toml"), settle)
+    modes = {cell.config.protofed.mode for cell in found if cell.config.method == "protofed-sp"}
+    assert modes == {"reference", "nodp"}
+    assert {cell.config.seed for cell in found} == {0, 1}
+
+
+def test_a_grid_of_dotted_keys_needs_nothing_else():
+    assert grid_of({}) == Grid((), (), (0,))
