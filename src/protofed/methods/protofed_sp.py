@@ -20,6 +20,7 @@ from protofed.client.drift import Gate
 from protofed.client.own_rows import OwnRows, subset, with_met_items
 from protofed.client.update import LocalRule
 from protofed.config import RunConfig, ablated
+from protofed.errors import ConfigError
 from protofed.federation.acceptance import VARIANTS, accepted, remembered, variant_losses
 from protofed.federation.lessons import client_data, session_starts
 from protofed.federation.plan import Plan, plan, releases
@@ -133,6 +134,7 @@ class ProtoFedSP:
     def start(self, world: World) -> ProtoFedState:
         """The base block: encoders, first prototypes, base users' devices; and the noise the budget asks for."""
         config = as_run(world.config)
+        keeps_the_claim(config)
         settled = plan(config.privacy, config.stream.n_slices, private=config.protofed.mode == "reference")
         server_rule(config, 1, settled.noise_multiplier, 1)  # what cannot be done is refused before any work
         if config.protofed.mode == "reference" and config.protofed.prototypes:
@@ -226,6 +228,15 @@ class ProtoFedSP:
             return ()
         settled = Plan(state.noise_multiplier, state.allowed_rounds)
         return releases(config.privacy, settled, state.rounds + slices_ahead * config.privacy.rounds_per_slice)
+
+
+def keeps_the_claim(config: RunConfig) -> None:
+    """Refuses what would share raw events next to noised prototypes."""
+    if config.protofed.mode == "reference" and config.scoring.popularity_prior:
+        raise ConfigError(
+            "scoring.popularity_prior counts raw events and must be 0 in the private mode, "
+            f"got {config.scoring.popularity_prior:g}; use --mode nodp, or leave the prior out"
+        )
 
 
 def as_run(config: RunConfig) -> RunConfig:

@@ -266,6 +266,12 @@ def test_a_private_run_without_noise_or_target_is_refused_in_one_line(trust):
         METHOD.start(world)
 
 
+def test_a_prior_of_raw_counts_is_refused_where_noise_is_promised_and_allowed_elsewhere():
+    with pytest.raises(ConfigError, match=r"^scoring.popularity_prior counts raw events .*, got 0.5; use --mode nodp"):
+        METHOD.start(world_of(scoring__popularity_prior=0.5))
+    METHOD.start(world_of(scoring__popularity_prior=0.5, protofed__mode="nodp"))
+
+
 def test_an_aggregator_that_cannot_be_noised_is_refused_before_slice_1():
     with pytest.raises(ConfigError, match=r"^the geometric-median aggregator .* central trust; use fedkmeans, .*$"):
         started(world_of(protofed__aggregator="geometric-median"))
