@@ -38,9 +38,9 @@ HYPER_RANGES: Mapping[str, tuple[float, float]] = {  # by the last part of the n
 
 SLICE_RATES: Space = {"training.slice_learning_rate": (1e-4, 3e-4, 1e-3)}
 STRENGTHS: tuple[Value, ...] = (0.01, 0.1, 1.0, 10.0, 100.0)
-LOCAL_RATES: tuple[Value, ...] = (3e-4, 1e-3, 3e-3)  # of a client's own steps
-PROMPTS: tuple[Value, ...] = (1e-3, 1e-2, 5e-2)  # rates of a prompt
-MODULES: tuple[Value, ...] = (3e-4, 1e-3, 3e-3, 1e-2)  # rates of adapters, prefixes, low-rank updates
+LOCAL_RATES: tuple[Value, ...] = (1e-4, 3e-4, 1e-3, 3e-3)  # of a client's own steps
+PROMPTS: tuple[Value, ...] = (1e-3, 1e-2, 5e-2, 0.1)  # rates of a prompt
+MODULES: tuple[Value, ...] = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # rates of adapters, prefixes, low-rank updates
 BUFFERS: Space = {"hyper.beta": (0.3, 1.0, 3.0), "hyper.capacity.share": (0.01, 0.05, 0.1)}
 
 FINE_TUNING = (
@@ -95,7 +95,7 @@ SPACES: Mapping[str, Space] = {
         "hyper.separation": (0.0, 0.01, 0.1),
         "hyper.sparsity": (0.001, 0.01, 0.1),
         "hyper.rate": LOCAL_RATES,
-        "hyper.own_rate": (1e-3, 5e-3, 2e-2),
+        "hyper.own_rate": (3e-4, 1e-3, 5e-3),
     },
 }
 
