@@ -83,6 +83,8 @@ class PrivacyConfig:
     rounds_per_slice: int = 20
     clip_radius: float = 1.0
     count_weight: float = 0.25  # c: what a contribution adds to its prototype's count
+    newcomer_share: float = 0.85  # of ε, for the release of new items' rows; the rounds get what is left
+    newcomer_noise: float = 0.0  # multiplier of that release; 0: solved for its share (no budget: twice the rounds')
     wrap: bool = False  # a method without a mechanism of its own learns by private steps
 
 
@@ -125,6 +127,7 @@ class ProtoFedConfig:
     acceptance_prior: float = 5.0  # the base users' verdict on prompts and rows counts like so many events of one's own
     carry: float = 0.5  # what of the short prompt survives the start of a session
     session_gap_hours: float = 8.0  # a longer pause starts a session
+    newcomers: Literal["auto", "mean-row", "noised"] = "auto"  # rows of new items; auto: noised from 5,000 clients on
     chunk: int = 512  # clients computed at once; changes memory and speed, not results
     bf16: bool = False  # backbone passes in bfloat16, on a GPU
     table: Literal["device", "host"] = "device"  # where the prompts of all users are kept
@@ -202,6 +205,8 @@ RANGES: Mapping[str, tuple[float, float]] = {  # what a number may be, ends incl
     "privacy.rounds_per_slice": (0, 10**6),
     "privacy.clip_radius": (1e-6, 1e6),
     "privacy.count_weight": (1e-6, 1e6),
+    "privacy.newcomer_share": (0, 1),
+    "privacy.newcomer_noise": (0, 1e6),
     "peft.learning_rate": (1e-12, 100),
     "protofed.prototypes": (0, 65_536),
     "protofed.top_m": (1, 65_536),
@@ -255,19 +260,35 @@ def ablated(config: ProtoFedConfig) -> frozenset[str]:
     return frozenset(names)
 
 
-def method_label(method: str, mode: str, ablate: str, *, private: bool = False, variant: str = "standard") -> str:
-    """A method as tables name it: ProtoFed-SP with mode and what was left out, others with variant and privacy."""
-    if method != "protofed-sp":
+def method_label(
+    method: str,
+    mode: str,
+    ablate: str,
+    *,
+    newcomers: str = "auto",
+    private: bool = False,
+    variant: str = "standard",
+) -> str:
+    """A method as tables name it: ProtoFed-SP with mode and what differs from it, others with variant and privacy."""
+    if method == "protofed-sp":
+        rows = [f"new items: {newcomers}"] if newcomers != "auto" else []
+        marks = [mode, *rows, *([f"without {ablate.replace(',', ', ')}"] if ablate else [])]
+    else:
         marks = [name for name, on in ((variant, variant != "standard"), ("private", private)) if on]
-        return f"{method} ({', '.join(marks)})" if marks else method
-    return f"{method} ({mode}, without {ablate.replace(',', ', ')})" if ablate else f"{method} ({mode})"
+    return f"{method} ({', '.join(marks)})" if marks else method
 
 
 def run_label(config: RunConfig) -> str:
     """A run as tables name it; hyper-parameters and other settings are told beside the table."""
     settings = config.protofed
-    private, variant = config.privacy.wrap, config.variant
-    return method_label(config.method, settings.mode, settings.ablate, private=private, variant=variant)
+    return method_label(
+        config.method,
+        settings.mode,
+        settings.ablate,
+        newcomers=settings.newcomers,
+        private=config.privacy.wrap,
+        variant=config.variant,
+    )
 
 
 def preset(name: object) -> RunConfig:

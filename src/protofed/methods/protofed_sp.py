@@ -3,8 +3,9 @@
 What we implement: paper-notes' reference algorithm. Every client keeps a long prompt tied to prototypes and a short,
 sparse one; queries are routed to prototypes and the composed prompt is injected; clipped embeddings of long prompts are
 summed with noise and move the prototypes. How it differs: clients also keep rows of their own for the items they met,
-and each uses its prompt and its rows only where its own validation events say so. In the private mode nothing else is
-shared: items that appeared after the base block have no public row. Privacy: docs/privacy.md.
+and each uses its prompt and its rows only where its own validation events say so. In the private mode items that
+appeared after the base block get rows from noised sums where there are clients enough, and nothing else is shared.
+Privacy: docs/privacy.md.
 """
 
 from dataclasses import dataclass, replace
@@ -23,7 +24,8 @@ from protofed.config import RunConfig, ablated
 from protofed.errors import ConfigError
 from protofed.federation.acceptance import VARIANTS, accepted, remembered, variant_losses
 from protofed.federation.lessons import client_data, session_starts
-from protofed.federation.plan import Plan, plan, releases
+from protofed.federation.newcomers import Newcomers, met_newcomers, nobody_new, rehearsed
+from protofed.federation.plan import Plan, newcomer_releases, plan, releases
 from protofed.federation.preparation import everybody_uses, prepare
 from protofed.federation.simulator import Encoders, Schedule, broadcast, simulate_slice, tastes
 from protofed.federation.table import ClientTable, drift_of, grown, prompts_of
@@ -32,6 +34,7 @@ from protofed.inference.online import Devices, online_inference
 from protofed.methods.frozen import BackboneState, learn_new_rows
 from protofed.methods.protocol import Diagnostics, World
 from protofed.privacy.ledger import Ledger
+from protofed.privacy.mechanism import seeded_noise
 from protofed.privacy.upload import UploadRule
 from protofed.seeds import numpy_stream, stream
 from protofed.server.aggregate import ServerRule, slice_end
@@ -43,6 +46,7 @@ from protofed.slices.stream import TimeSlice
 PRINTED_STEPS = 3  # 3 epochs of batches larger than a client's slice
 PRINTED_PERIOD = 500  # local steps between two uploads of a client
 PRINTED_PROTOTYPES = 128
+ENOUGH_CLIENTS = 5_000  # with 1,000 the noise on new items' rows cost more than the rows brought
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,8 @@ class ProtoFedState:
     prior: Float[Tensor, " V"]
     use_prompt: Bool[Tensor, " N"]
     use_rows: Bool[Tensor, " N"]
+    newcomers: Newcomers
+    newcomer_noise: float
     noise_multiplier: float
     allowed_rounds: int
     rounds: int  # made so far
@@ -135,7 +141,9 @@ class ProtoFedSP:
         """The base block: encoders, first prototypes, base users' devices; and the noise the budget asks for."""
         config = as_run(world.config)
         keeps_the_claim(config)
-        settled = plan(config.privacy, config.stream.n_slices, private=config.protofed.mode == "reference")
+        newcomers = introduces(config, world.base.past.n_users)
+        private, n_slices = config.protofed.mode == "reference", config.stream.n_slices
+        settled = plan(config.privacy, n_slices, private=private, newcomers=newcomers)
         server_rule(config, 1, settled.noise_multiplier, 1)  # what cannot be done is refused before any work
         if config.protofed.mode == "reference" and config.protofed.prototypes:
             check_cohort(config.protofed.prototypes, config.privacy.sampling_rate, world.base.past.n_users)
@@ -156,6 +164,8 @@ class ProtoFedSP:
             prior=made.prior,
             use_prompt=use_prompt,
             use_rows=use_rows,
+            newcomers=nobody_new(maps_of(world, settled.newcomer_noise)),
+            newcomer_noise=settled.newcomer_noise,
             noise_multiplier=settled.noise_multiplier,
             allowed_rounds=settled.rounds,
             rounds=0,
@@ -170,6 +180,9 @@ class ProtoFedSP:
         config = as_run(world.config)
         state, new_rows = with_public_rows(world, state, slice_, descend)
         rule, k = local_rule(config), state.library.n_prototypes
+        taught = (
+            world.backbone if state.newcomer_noise else state.backbone
+        )  # one's own neighbours know better than noise
         server = server_rule(config, k, state.noise_multiplier, len(state.table))
         table, own = grown(state.table, slice_.past.n_users), state.rows
         schedule = schedule_of(config, state, slice_)
@@ -182,7 +195,7 @@ class ProtoFedSP:
         )
         if rule.use_rows:
             boost = state.met_boost * tastes(state.backbone, own, data, config.protofed.chunk)
-            own = with_met_items(own, state.backbone, slice_.past, slice_.bounds[-1].train_end, data.users, boost)
+            own = with_met_items(own, taught, slice_.past, slice_.bounds[-1].train_end, data.users, boost)
         gap = 3600 * config.protofed.session_gap_hours
         sessions = session_starts(slice_.past, slice_.train_positions, gap)
         library, own, told = simulate_slice(
@@ -203,7 +216,7 @@ class ProtoFedSP:
         )
         state = chosen_by_validation(config, state, slice_)
         if rule.use_rows:  # only now: the choice must not be made on rows that its own questions gave rise to
-            own = with_met_items(own, state.backbone, slice_.past, len(slice_.past), data.users, boost)
+            own = with_met_items(own, taught, slice_.past, len(slice_.past), data.users, boost)
             state = replace(state, rows=own)
         used = {"use_prompt": float(state.use_prompt.float().mean()), "use_rows": float(state.use_rows.float().mean())}
         return state, {**new_rows, **told, **used, "reseeded": reseeded, "own_rows": len(own)}
@@ -224,10 +237,12 @@ class ProtoFedSP:
         The modes without noise carry no claim: new item rows are learned from raw events there, too.
         """
         config = as_run(world.config)
-        if config.protofed.mode != "reference" or not uploads_happen(config):
+        if config.protofed.mode != "reference":
             return ()
         settled = Plan(state.noise_multiplier, state.allowed_rounds)
-        return releases(config.privacy, settled, state.rounds + slices_ahead * config.privacy.rounds_per_slice)
+        rounds = state.rounds + slices_ahead * config.privacy.rounds_per_slice
+        prototypes = releases(config.privacy, settled, rounds) if uploads_happen(config) else ()
+        return prototypes + newcomer_releases(state.newcomer_noise, state.slice_index + slices_ahead)
 
 
 def keeps_the_claim(config: RunConfig) -> None:
@@ -282,12 +297,38 @@ def schedule_of(config: RunConfig, state: ProtoFedState, slice_: TimeSlice) -> S
 def with_public_rows(
     world: World, state: ProtoFedState, slice_: TimeSlice, descend: Descend
 ) -> tuple[ProtoFedState, dict[str, Any]]:
-    """Public rows of new items by the shared rule; not in the private mode, where that would be a raw query."""
+    """Public rows of new items: by the shared rule, in the private mode from noised sums or not at all."""
     if world.config.protofed.mode == "reference":
-        return state, {}
+        return introduced(world, state, slice_) if state.newcomer_noise else (state, {})
     before = BackboneState(state.backbone, state.slice_index, state.newest_target)
     after, told = learn_new_rows(world, before, slice_, descend)
     return replace(state, backbone=after.backbone, newest_target=after.newest_target), dict(told)
+
+
+def introduced(world: World, state: ProtoFedState, slice_: TimeSlice) -> tuple[ProtoFedState, dict[str, Any]]:
+    """Rows of all items that came after the base block, from this slice's and earlier noised introductions."""
+    noise = seeded_noise(stream(world.config.seed, "newcomer noise", slice_.index))
+    newcomers, backbone, said = met_newcomers(state.newcomers, world.backbone, slice_, state.newcomer_noise, noise)
+    told = {"introduced": int((newcomers.exposures > 0).sum()), "introducing_clients": len(said.users.unique())}
+    return replace(state, newcomers=newcomers, backbone=backbone), told
+
+
+def introduces(config: RunConfig, n_clients: int) -> bool:
+    """Whether new items get rows from noised sums: only where enough clients drown the noise."""
+    settings, trust = config.protofed, config.privacy.trust
+    if settings.newcomers == "noised" and (settings.mode, trust) != ("reference", "central"):
+        raise ConfigError(
+            f"protofed.newcomers = noised needs --mode reference and --trust central, got {settings.mode} and {trust}"
+        )
+    enough = settings.newcomers == "auto" and n_clients >= ENOUGH_CLIENTS
+    return settings.newcomers == "noised" or (enough and (settings.mode, trust) == ("reference", "central"))
+
+
+def maps_of(world: World, noise: float) -> Float[Tensor, "T f d"]:
+    """The rehearsal of introductions under that noise; nothing where there are none."""
+    if not noise:
+        return torch.zeros(0, 1, world.config.backbone.width)
+    return rehearsed(world.backbone, world.base, world.config.stream.n_slices, noise, world.config.seed)
 
 
 def encoders_of(state: ProtoFedState) -> Encoders:

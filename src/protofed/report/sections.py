@@ -98,8 +98,14 @@ def _method_name(config: Mapping[str, Any]) -> str:
     settings, private = config.get("protofed", {}), bool(config.get("privacy", {}).get("wrap", False))
     if config["method"] == "protofed-sp" and not settings:
         return str(config["method"])
-    mode, variant = settings.get("mode", "reference"), config.get("variant") or "standard"
-    return method_label(config["method"], mode, settings.get("ablate", ""), private=private, variant=variant)
+    return method_label(
+        config["method"],
+        settings.get("mode", "reference"),
+        settings.get("ablate", ""),
+        newcomers=settings.get("newcomers", "auto"),
+        private=private,
+        variant=config.get("variant") or "standard",
+    )
 
 
 def _settings(run: Run) -> dict[str, Any]:

@@ -1,0 +1,91 @@
+"""The items that came after the base block: rehearsed on the base block, then introduced once a slice under noise."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from protofed.backbone.sasrec import SASRec, at_rest, grown
+from protofed.client.introductions import Introductions, Map, introductions, map_of
+from protofed.privacy.mechanism import Noise, seeded_noise
+from protofed.seeds import stream
+from protofed.server.newcomers import fitted, introduced, told_rows, worth
+from protofed.slices.stream import TimeSlice
+
+FOLDS = 5
+PARTS = 8  # the base block is as long as eight slices
+RARE = 0.1  # weight of an item that the rehearsal's events never met
+
+
+@dataclass(frozen=True, slots=True)
+class Newcomers:
+    """Noised sums of all slices so far for every item, how many were added up for it, and the maps to rows."""
+
+    sums: Float[Tensor, "I r1"]
+    exposures: Int[Tensor, " I"]
+    maps: Float[Tensor, "T f d"]
+
+
+def nobody_new(maps: Float[Tensor, "T f d"]) -> Newcomers:
+    """Before the first slice."""
+    return Newcomers(torch.zeros(0, maps.shape[1] - 1), torch.zeros(0, dtype=torch.int64), maps)
+
+
+def rehearsed(public: SASRec, base: TimeSlice, n_slices: int, std: float, seed: int) -> Float[Tensor, "T f d"]:
+    """For 1, 2, ... slices of introductions, the map from their noised sums to rows, learned on the base block."""
+    known = public.items.detach().cpu()[public.has_row.cpu()]
+    on, noise = map_of(known), seeded_noise(stream(seed, "rehearsal"))
+    return torch.stack([_rehearsed_once(public, base, on, t, std, noise) for t in range(1, n_slices + 1)])
+
+
+def _rehearsed_once(
+    public: SASRec, base: TimeSlice, on: Map, slices: int, std: float, noise: Noise
+) -> Float[Tensor, "f d"]:
+    """Every fifth item in turn is introduced by the base block's last `slices` eighths."""
+    part = max(1, len(base.train_positions) // PARTS)
+    events = base.train_positions[-part * min(slices, PARTS) :]
+    has_row, rows = public.has_row.cpu(), public.items.detach().cpu()
+    met = torch.bincount(torch.from_numpy(base.past.items[base.past.place[events]]), minlength=len(rows))
+    seen, targets, weights = [], [], []
+    for fold in range(FOLDS):
+        pretend = has_row & (torch.arange(len(rows)) % FOLDS == fold)
+        said = introductions(base.past, events, base.bounds[-1].train_end, public, on, pretend)
+        sums = introduced(said, pretend, std * float(np.sqrt(slices)), noise)
+        seen.append(worth(sums[pretend]))
+        targets.append(rows[pretend] - on.mean)
+        weights.append(met[pretend] + RARE)
+    return fitted(torch.cat(seen), torch.cat(targets), torch.cat(weights))
+
+
+def without_base_row(public: SASRec, n_items: int) -> Bool[Tensor, " I"]:
+    """Which items of the catalogue the base block did not teach."""
+    new = torch.ones(n_items, dtype=torch.bool)
+    new[: public.n_rows] = ~public.has_row.cpu()[:n_items]
+    return new
+
+
+def met_newcomers(
+    state: Newcomers, public: SASRec, slice_: TimeSlice, std: float, noise: Noise
+) -> tuple[Newcomers, SASRec, Introductions]:
+    """One release: the sums with this slice's in them, and the public backbone with a row for every newcomer."""
+    known = public.items.detach().cpu()[public.has_row.cpu()]
+    on, wanted = map_of(known), without_base_row(public, slice_.n_train_items)
+    said = introductions(slice_.past, slice_.train_positions, slice_.bounds[-1].train_end, public, on, wanted)
+    sums, exposures = introduced(said, wanted, std, noise), wanted.long()
+    sums[: len(state.sums)] += state.sums
+    exposures[: len(state.exposures)] += state.exposures
+    after = Newcomers(sums, exposures, state.maps)
+    return after, with_told_rows(public, after, wanted, on.mean), said
+
+
+def with_told_rows(public: SASRec, state: Newcomers, wanted: Bool[Tensor, " I"], mean: Float[Tensor, " d"]) -> SASRec:
+    """A copy of the base backbone with the newcomers' rows; items that are not in the catalogue yet keep its mean."""
+    model, device = grown(public, len(wanted)), public.items.device
+    rows = told_rows(state.sums[wanted], state.exposures[wanted], state.maps, mean)
+    with torch.no_grad():
+        model.items[wanted.to(device)] = rows.to(device)
+    model.has_row |= wanted.to(device)
+    model.mean_row = public.mean_row.clone()
+    return at_rest(model)
