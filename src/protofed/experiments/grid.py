@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from protofed.config import RunConfig, hyper_values, override, parse_override, parsed, to_toml
+from protofed.config import RunConfig, from_values, hyper_values, override, parse_override, parsed, to_toml, values_of
 from protofed.errors import ConfigError
-from protofed.methods.catalogue import method_named
+from protofed.methods.catalogue import METHODS, method_named
+from protofed.methods.search_spaces import space_of
 
+Tuned = Callable[[str, str, str], Mapping[str, object]]  # data set, method, variant (standard or peft): its settings
 Settle = Callable[[Mapping[str, object], None, Sequence[str]], RunConfig]  # `protofed run`: flags, no file, its --set
 DEFAULT = "default"
 AXES = {"dataset": "grid.datasets", "method": "grid.methods", "seed": "grid.seeds"}
@@ -35,7 +37,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """What is multiplied; every method has its plain cell, then those of its variants."""
+    """What is multiplied; a method has its plain cell (where it is not left out), then those of its variants."""
 
     datasets: tuple[str, ...]
     methods: tuple[str, ...]
@@ -43,6 +45,7 @@ class Grid:
     settings: tuple[tuple[str, object], ...] = ()
     variants: tuple[Variant, ...] = ()
     sweep: tuple[tuple[str, tuple[object, ...]], ...] = ()
+    plain: tuple[str, ...] = tuple(METHODS)  # methods that have a plain cell
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class _GridTable:
     datasets: object = ()
     methods: object = ()
     seeds: object = (0,)
+    plain: object = tuple(METHODS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +120,50 @@ def grid_of(values: Mapping[str, object]) -> Grid:
         settings=_settings("settings", settings),
         variants=tuple(_variant(entry) for entry in _list("variant", file.variant)),
         sweep=_sweep("sweep", sweep),
+        plain=_methods("grid.plain", file.grid.plain),
     )
 
 
-def cells(grid: Grid, settle: Settle) -> tuple[Cell, ...]:
+def untuned(dataset: str, method: str, variant: str) -> Mapping[str, object]:
+    """Every method at its defaults."""
+    return {}
+
+
+def tuned_in(folder: Path) -> Tuned:
+    """What `protofed tune --out folder` found: of each METHOD/best.toml, the settings that the search was over.
+
+    A log of its own has them in DATASET/METHOD/best.toml; what lies there goes before METHOD/best.toml.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"no folder at --tuned {folder}; give the --out of `protofed tune`")
+
+    def tuned(dataset: str, method: str, variant: str) -> Mapping[str, object]:
+        space = space_of(method, variant)
+        if not space:
+            return {}
+        places = [folder / quote(dataset, safe="") / method / "best.toml", folder / method / "best.toml"]
+        found = next((place for place in places if place.is_file()), None)
+        if found is None:
+            raise ConfigError(f"--tuned {folder} has no {method}/best.toml; tune {method} too, or leave it out")
+        values = _best(found, method, variant)
+        return {key: values[key] for key in space if key in values}
+
+    return tuned
+
+
+def _best(path: Path, method: str, variant: str) -> dict[str, object]:
+    """The dotted keys of a best.toml, once it is clear that it is about this method."""
+    try:
+        config, values = from_values(values_of(path)), values_of(path)
+    except ConfigError as problem:
+        raise ConfigError(f"{path}: {problem}") from problem
+    if (config.method, config.variant) != (method, variant):
+        was, asked = f"{config.method} ({config.variant})", f"{method} ({variant})"
+        raise ConfigError(f"{path} was tuned for {was}, a cell is {asked}; tune that into another folder")
+    return values | {f"hyper.{key}": value for key, value in hyper_values(config.hyper).items()}
+
+
+def cells(grid: Grid, settle: Settle, tuned: Tuned = untuned) -> tuple[Cell, ...]:
     """Every cell, in the grid's order; no two share a folder, none is made twice."""
     if not grid.datasets or not grid.methods:
         missing = "datasets" if not grid.datasets else "methods"
@@ -127,7 +171,11 @@ def cells(grid: Grid, settle: Settle) -> tuple[Cell, ...]:
     for dataset in grid.datasets:
         if dataset in RESERVED:
             raise ConfigError(f"a data set must not be named {dataset!r}, as a file of the bench is; rename its folder")
-    found = tuple(_expanded(grid, settle))
+    found = tuple(_expanded(grid, settle, tuned))
+    if not found:
+        raise ConfigError(
+            "the grid has no cell: grid.plain leaves the plain ones out, and no variant is for its methods"
+        )
     _distinct([(cell.folder.casefold(), cell.folder) for cell in found], "two cells would share the folder {1}")
     same = "{0} and {1} would be the same run; drop one, or name the methods the variant is for"
     _distinct([(to_toml(cell.config), cell.folder) for cell in found], same)
@@ -168,15 +216,16 @@ def setting(key: str, value: object) -> str:
     return f"{key}={json.dumps(value, ensure_ascii=False)}".replace("\x7f", "\\u007f")  # as TOML, which forbids DEL
 
 
-def _expanded(grid: Grid, settle: Settle) -> Iterator[Cell]:
-    plain = Variant(DEFAULT)
+def _expanded(grid: Grid, settle: Settle, tuned: Tuned) -> Iterator[Cell]:
     for dataset, method in itertools.product(grid.datasets, grid.methods):
+        plain = [Variant(DEFAULT)] if method in grid.plain else []
         variants = [v for v in grid.variants if not v.methods or method in v.methods]
-        for variant in (plain, *variants):
+        for variant in (*plain, *variants):
             sweep = dict(grid.sweep) | dict(variant.sweep)
             for swept in itertools.product(*sweep.values()):
                 chosen = dict(zip(sweep, swept, strict=True))
-                settings = dict(grid.settings) | dict(variant.settings) | chosen
+                asked = dict(grid.settings) | dict(variant.settings) | chosen
+                settings = {**tuned(dataset, method, _variant_of(method, asked)), **asked}
                 for seed in grid.seeds:
                     named = {"dataset": dataset, "method": method, "preset": settings.get("preset", "small")}
                     # by way of the same texts as `command`, so that both make one config
@@ -184,6 +233,11 @@ def _expanded(grid: Grid, settle: Settle) -> Iterator[Cell]:
                     # the config's own value: 1 and 1.0 are one setting and must be one folder
                     values = [f"{key}={quote(_text(_value(config, key)), safe='+')}" for key in chosen]
                     yield Cell(",".join([variant.name, *values]), config, tuple(settings.items()))
+
+
+def _variant_of(method: str, settings: Mapping[str, object]) -> str:
+    """What its slices change, standard or peft: as asked, else as the method brings it along."""
+    return str(settings.get("variant", method_named(method).settings.get("variant", "standard")))
 
 
 def _value(config: RunConfig, key: str) -> object:

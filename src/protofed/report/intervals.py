@@ -14,6 +14,7 @@ from protofed.report.sections import Section
 from protofed.seeds import seed_of
 
 SUM_COLUMN = {"ndcg@10": "ndcg10_sum", "hr@10": "hr10_sum"}
+FILE = "per_user.parquet"
 COLUMNS = ["user", "slice_trained", "slice_tested", "n", *SUM_COLUMN.values()]
 
 
@@ -29,42 +30,54 @@ class Intervals:
 
 def bootstrap(section: Section, candidates: str, subset: str) -> Intervals:
     """95 % percentile intervals of the mean of A[t, t], t = 1..T, and of each row's distance to the best one."""
-    kept = [row for row in section.rows if all((run.path / "per_user.parquet").is_file() for run in row.runs)]
-    logs = {row.label: [_diagonal(run, candidates, subset) for run in row.runs] for row in kept}
+    tables, n_users = per_user({row.label: row.runs for row in section.rows}, candidates, subset)
+    rng = np.random.default_rng(seed_of(0, "report", section.slug, candidates, subset))
+    return _intervals(tables, rng, n_users)
+
+
+def per_user(
+    runs: Mapping[str, Sequence[Run]], candidates: str, subset: str, *, first_slice: int = 1
+) -> tuple[dict[tuple[str, str], PerUser], int]:
+    """Tables of A[t, t] by (row, metric), all with the same users, seeds averaged; and how many users there are.
+
+    A row whose runs did not keep their users, or whose seeds answered different queries, is absent.
+    """
+    kept = {label: own for label, own in runs.items() if all((run.path / FILE).is_file() for run in own)}
+    logs = {label: [_diagonal(run, candidates, subset, first_slice) for run in own] for label, own in kept.items()}
     names = [chunk for seeds in logs.values() for table in seeds for chunk in table["user"].chunks]
     users = pc.unique(pa.chunked_array(names, pa.string())).sort()  # the order of the folders must not move a draw
+    ends = [run.n_slices + 1 for own in kept.values() for run in own]
     tables: dict[tuple[str, str], PerUser] = {}
     for label, seeds in logs.items():
-        tables |= {(label, metric): table for metric, table in _per_user(seeds, users, section.n_slices).items()}
-    rng = np.random.default_rng(seed_of(0, "report", section.slug, candidates, subset))
-    return _intervals(tables, rng, len(users))
+        found = _per_user(seeds, users, range(first_slice, max(ends)))
+        tables |= {(label, metric): table for metric, table in found.items()}
+    return tables, len(users)
 
 
-def _diagonal(run: Run, candidates: str, subset: str) -> pa.Table:
-    """The rows of A[t, t], t = 1..T."""
-    path = run.path / "per_user.parquet"
-    table = read_parquet(path, COLUMNS, [("candidates", "==", candidates), ("subset", "==", subset)])
-    keep = pc.and_(pc.equal(table["slice_trained"], table["slice_tested"]), pc.greater(table["slice_tested"], 0))
-    table = table.filter(keep)
+def _diagonal(run: Run, candidates: str, subset: str, first_slice: int) -> pa.Table:
+    """The rows of A[t, t] from some slice on."""
+    table = read_parquet(run.path / FILE, COLUMNS, [("candidates", "==", candidates), ("subset", "==", subset)])
+    on_diagonal = pc.equal(table["slice_trained"], table["slice_tested"])
+    table = table.filter(pc.and_(on_diagonal, pc.greater_equal(table["slice_tested"], first_slice)))
     return table.set_column(0, "user", table["user"].cast(pa.string()))
 
 
-def _per_user(seeds: Sequence[pa.Table], users: pa.Array, n_slices: int) -> dict[str, PerUser]:
+def _per_user(seeds: Sequence[pa.Table], users: pa.Array, slices: range) -> dict[str, PerUser]:
     """A table for each metric; none if the seeds did not answer the same queries."""
-    counts = [_spread(table, "n", users, n_slices) for table in seeds]
+    counts = [_spread(table, "n", users, slices) for table in seeds]
     if any((count != counts[0]).any() for count in counts):
         return {}
     return {
-        metric: average_seeds(np.stack([_spread(table, column, users, n_slices) for table in seeds]), counts[0])
+        metric: average_seeds(np.stack([_spread(table, column, users, slices) for table in seeds]), counts[0])
         for metric, column in SUM_COLUMN.items()
     }
 
 
-def _spread(table: pa.Table, column: str, users: pa.Array, n_slices: int) -> np.ndarray:
+def _spread(table: pa.Table, column: str, users: pa.Array, slices: range) -> np.ndarray:
     kind = np.int64 if column == "n" else np.float64
-    spread = np.zeros((len(users), n_slices), dtype=kind)
+    spread = np.zeros((len(users), len(slices)), dtype=kind)
     place = pc.index_in(table["user"], value_set=users).to_numpy()
-    spread[place, table["slice_tested"].to_numpy() - 1] = table[column].to_numpy()
+    spread[place, table["slice_tested"].to_numpy() - slices.start] = table[column].to_numpy()
     return spread
 
 

@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import quote
 
@@ -18,6 +18,16 @@ class Estimate:
     std: float = math.nan
     low: float = math.nan
     high: float = math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """One figure of the page and the numbers it shows."""
+
+    name: str
+    caption: str
+    svg: str
+    csv: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +59,7 @@ class Line:
     label: str
     cells: tuple[Cell, ...]
     trivial: bool = False
+    marked: bool = False  # drawn between two lines, for the row a table is about
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +86,26 @@ class Table:
         return spans if any(group for group, _ in spans) else []
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One question and what the runs answer: tables, figures, and the key to the figures' rows."""
+
+    name: str
+    title: str
+    note: str
+    tables: tuple[Table, ...] = ()
+    drawings: tuple[Drawing, ...] = ()
+    legend: tuple[tuple[str, str], ...] = ()  # swatch, label
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """A part that the runs cannot fill, and why in one line."""
+
+    title: str
+    why: str
+
+
 def table_of_estimates(
     name: str,
     caption: str,
@@ -90,6 +121,19 @@ def table_of_estimates(
         Line(label, tuple(column[place] for column in cells), trivial) for place, (label, trivial, _) in enumerate(rows)
     )
     return Table(name, caption, tuple(columns), lines, footer, _estimates_csv(columns, rows))
+
+
+def beside(table: Table, columns: Sequence[Column], cells: Mapping[str, Sequence[Cell]]) -> Table:
+    """The table with more columns at its right, their cells by the label of the row."""
+    lines = tuple(replace(line, cells=(*line.cells, *cells[line.label])) for line in table.lines)
+    footer = tuple(replace(line, cells=(*line.cells, *[Cell("")] * len(columns))) for line in table.footer)
+    tidy = [
+        (line.label, f"{column.group} {column.label}".strip(), cell.value, math.nan, math.nan, math.nan)
+        for line in table.lines
+        for column, cell in zip(columns, cells[line.label], strict=True)
+    ]
+    more = to_csv([], tidy).lstrip("\n") if tidy else ""
+    return replace(table, columns=(*table.columns, *columns), lines=lines, footer=footer, csv=table.csv + more)
 
 
 def estimate_cells(column: Column, estimates: Sequence[Estimate]) -> list[Cell]:

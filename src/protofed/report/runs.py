@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 from jaxtyping import Float, Int64
 
 from protofed.errors import DataError, ProtoFedError, RunFolderError
-from protofed.privacy.ledger import read_ledger
+from protofed.privacy.ledger import Ledger, Release, Trust, read_ledger
+from protofed.report.journal import Record, read_journal
 
 METRICS = ("ndcg@10", "hr@10")
 Measure = tuple[str, str, str]  # candidates, subset, metric
@@ -51,6 +52,9 @@ class Run:
     seconds: Mapping[str, float]  # wall clock by stage
     environment: Mapping[str, Any]
     ledger: tuple[Mapping[str, Any], ...]
+    releases: Ledger = ()  # the same releases, for pricing
+    trust: Trust = "central"
+    journal: tuple[Record, ...] = ()  # what the method told about slices 1..T
 
     @property
     def seed(self) -> int:
@@ -91,6 +95,7 @@ def read_run(folder: Path, name: str) -> Run:
     """One finished run folder."""
     text = _read_text(folder / "config.toml")
     config = _config(folder / "config.toml", text)
+    releases, trust = _releases(folder / "ledger.json")
     return Run(
         folder=name,
         path=folder,
@@ -99,7 +104,10 @@ def read_run(folder: Path, name: str) -> Run:
         matrices=read_matrices(folder / "metrics.parquet"),
         seconds=_seconds(folder / "timing.parquet"),
         environment=_json(folder / "environment.json", dict),
-        ledger=_releases(folder / "ledger.json"),
+        ledger=tuple(_in_words(release) for release in releases),
+        releases=releases,
+        trust=trust,
+        journal=read_journal(folder / "log.jsonl"),
     )
 
 
@@ -180,15 +188,18 @@ def _seconds(path: Path) -> dict[str, float]:
     return seconds
 
 
-def _releases(path: Path) -> tuple[Mapping[str, Any], ...]:
-    """What the ledger holds, in its own words; a folder without one released nothing."""
+def _releases(path: Path) -> tuple[Ledger, Trust]:
+    """What the ledger holds; a folder without one released nothing."""
     if not path.is_file():
-        return ()
+        return (), "central"
     try:
-        ledger, _ = read_ledger(path)
+        return read_ledger(path)
     except DataError as problem:
         raise RunFolderError(f"{problem}; delete its folder and run again") from problem
-    return tuple({key: value for key, value in asdict(release).items() if value is not None} for release in ledger)
+
+
+def _in_words(release: Release) -> dict[str, Any]:
+    return {key: value for key, value in asdict(release).items() if value is not None}
 
 
 def _json(path: Path, kind: type) -> Any:
