@@ -1,23 +1,45 @@
-"""`protofed report`: one self-contained HTML page from run folders."""
+"""`protofed report`: finished runs as one HTML page, or as Markdown, LaTeX or CSV; or what a grid still lacks."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from protofed.errors import ConfigError
+from protofed.files import write_text
 from protofed.report.page import build, check_target, write
+
+if TYPE_CHECKING:
+    from protofed.report.coverage import Coverage
+
+NAMES = {"html": "report.html", "md": "report.md", "latex": "report.tex", "csv": "report.csv"}
 
 
 def report(
     runs: Annotated[Path, typer.Argument(help="A run folder, or a folder that holds run folders at any depth.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The HTML file to write.")] = Path("report.html"),
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write; report.html without it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON too.")] = False,
+    kind: Annotated[
+        str | None, typer.Option("--format", help="html, md, csv or latex; without it, as the file's name ends.")
+    ] = None,
+    check: Annotated[
+        list[Path] | None, typer.Option(help="Only list what RUNS lacks of this experiment file; repeatable.")
+    ] = None,
+    tuned: Annotated[Path | None, typer.Option(help="With --check: the --tuned that the bench was given.")] = None,
 ) -> None:
-    """Write tables and figures of finished runs into one HTML file that needs no network."""
-    check_target(out)
-    page, numbers = build(runs)
-    write(page, out)
+    """Write tables and figures of finished runs into one file that needs no network."""
+    if check:
+        if out is not None or kind is not None:
+            raise ConfigError("--check writes no file; leave --out and --format out")
+        check_grids(runs, check, tuned, as_json)
+        return
+    if tuned is not None:
+        raise ConfigError("--tuned goes with --check alone: finished runs hold their own settings")
+    kind = chosen_format(out, kind)
+    out = out or Path(NAMES[kind])
+    numbers = write_page(runs, out) if kind == "html" else write_tables(runs, out, kind)
     if as_json:
         typer.echo(json.dumps(numbers | {"report": str(out)}, indent=2, ensure_ascii=False))
     else:
@@ -26,6 +48,85 @@ def report(
         if numbers["warnings"]:
             counted.append(_count(len(numbers["warnings"]), "warning"))
         typer.echo(f"{out}: {', '.join(counted)}")
+
+
+def chosen_format(out: Path | None, kind: str | None) -> str:
+    """The format that was asked for, else the one the file's name ends in."""
+    from protofed.report.export import format_of
+
+    chosen = kind or (format_of(out) if out else "html")
+    if chosen not in NAMES:
+        raise ConfigError(f"--format must be one of {', '.join(NAMES)}, got {chosen!r}")
+    return chosen
+
+
+def write_page(runs: Path, out: Path) -> dict[str, Any]:
+    """The HTML page at `out`; its numbers."""
+    check_target(out)
+    page, numbers = build(runs)
+    write(page, out)
+    return numbers
+
+
+def write_tables(runs: Path, out: Path, kind: str) -> dict[str, Any]:
+    """The tables at `out` as text of that kind; their numbers."""
+    from protofed.report.cautions import cautions
+    from protofed.report.export import FORMATS
+    from protofed.report.page import summary
+    from protofed.report.runs import find_runs
+    from protofed.report.sections import group
+    from protofed.report.tables import compute
+
+    if out.is_dir() or not out.parent.is_dir():
+        what = "is a folder; give a file" if out.is_dir() else f"lies in {out.parent}, which is no folder"
+        raise ConfigError(f"--out {out} {what}")
+    finished, unfinished = find_runs(runs)
+    results = [compute(section) for section in group(finished)]
+    warned = cautions(results, unfinished)
+    write_text(out, FORMATS[kind](results, warned))
+    return summary(results, warned, unfinished)
+
+
+def check_grids(runs: Path, files: Sequence[Path], tuned: Path | None, as_json: bool) -> None:
+    """One line if every cell is finished; else each that is not, how far each data set is, and exit code 1."""
+    from protofed.cli.run import settle
+    from protofed.experiments.grid import cells, read_grid, tuned_in, untuned
+    from protofed.report.coverage import covered, together
+
+    settings = tuned_in(tuned) if tuned else untuned
+    found = covered(together(cells(read_grid(file), settle, settings) for file in files), runs)
+    if as_json:
+        typer.echo(json.dumps(coverage_summary(found), indent=2, ensure_ascii=False))
+    else:
+        print_coverage(found, runs, files)
+    if found.lacking:
+        raise typer.Exit(1)
+
+
+def coverage_summary(found: "Coverage") -> dict[str, Any]:
+    """What --check --json prints."""
+    done, wanted = found.share
+    shares = [
+        {"dataset": dataset, "method": method, "done": part, "wanted": whole}
+        for (dataset, method), (part, whole) in found.by_method.items()
+    ]
+    lacking = [{"cell": cell.folder, "state": state} for cell, state in found.lacking]
+    return {"done": done, "wanted": wanted, "coverage": shares, "lacking": lacking}
+
+
+def print_coverage(found: "Coverage", runs: Path, files: Sequence[Path]) -> None:
+    """For a person."""
+    done, wanted = found.share
+    names = ", ".join(map(str, files))
+    if not found.lacking:
+        typer.echo(f"all {wanted} cells of {names} are finished in {runs}")
+        return
+    for cell, state in found.lacking:
+        typer.echo(f"{state:<10} {cell.folder}")
+    for dataset in dict.fromkeys(name for name, _ in found.by_method):
+        shares = [share for (name, _), share in found.by_method.items() if name == dataset]
+        typer.echo(f"{dataset}: {sum(part for part, _ in shares)} of {sum(whole for _, whole in shares)} done")
+    typer.echo(f"{done} of {wanted} cells of {names} are finished in {runs}; `protofed bench` makes the others")
 
 
 def _count(n: int, thing: str) -> str:

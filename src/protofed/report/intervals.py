@@ -30,28 +30,34 @@ class Intervals:
 
 def bootstrap(section: Section, candidates: str, subset: str) -> Intervals:
     """95 % percentile intervals of the mean of A[t, t], t = 1..T, and of each row's distance to the best one."""
-    tables, n_users = per_user({row.label: row.runs for row in section.rows}, candidates, subset)
+    tables, users = per_user({row.label: row.runs for row in section.rows}, candidates, subset)
     rng = np.random.default_rng(seed_of(0, "report", section.slug, candidates, subset))
-    return _intervals(tables, rng, n_users)
+    return _intervals(tables, rng, len(users))
 
 
 def per_user(
-    runs: Mapping[str, Sequence[Run]], candidates: str, subset: str, *, first_slice: int = 1
-) -> tuple[dict[tuple[str, str], PerUser], int]:
-    """Tables of A[t, t] by (row, metric), all with the same users, seeds averaged; and how many users there are.
+    runs: Mapping[str, Sequence[Run]],
+    candidates: str,
+    subset: str,
+    *,
+    first_slice: int = 1,
+    among: pa.Array | None = None,
+) -> tuple[dict[tuple[str, str], PerUser], pa.Array]:
+    """Tables of A[t, t] by (row, metric), seeds averaged, and the users they are about: all with queries, or `among`.
 
     A row whose runs did not keep their users, or whose seeds answered different queries, is absent.
     """
     kept = {label: own for label, own in runs.items() if all((run.path / FILE).is_file() for run in own)}
     logs = {label: [_diagonal(run, candidates, subset, first_slice) for run in own] for label, own in kept.items()}
     names = [chunk for seeds in logs.values() for table in seeds for chunk in table["user"].chunks]
-    users = pc.unique(pa.chunked_array(names, pa.string())).sort()  # the order of the folders must not move a draw
+    found = pc.unique(pa.chunked_array(names, pa.string())).sort()  # the order of the folders must not move a draw
+    users = found if among is None else among
     ends = [run.n_slices + 1 for own in kept.values() for run in own]
     tables: dict[tuple[str, str], PerUser] = {}
     for label, seeds in logs.items():
-        found = _per_user(seeds, users, range(first_slice, max(ends)))
-        tables |= {(label, metric): table for metric, table in found.items()}
-    return tables, len(users)
+        by_metric = _per_user(seeds, users, range(first_slice, max(ends)))
+        tables |= {(label, metric): table for metric, table in by_metric.items()}
+    return tables, users
 
 
 def _diagonal(run: Run, candidates: str, subset: str, first_slice: int) -> pa.Table:

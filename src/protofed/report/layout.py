@@ -175,6 +175,13 @@ def data_uri(text: str) -> str:
     return "data:text/csv;charset=utf-8," + quote(text, safe="")
 
 
+def sort_value(cell: Cell) -> str | None:
+    """What the browser sorts a cell by: its number, nothing where that is unknown, or None: its text."""
+    if not math.isnan(cell.value):
+        return "Infinity" if cell.value == math.inf else repr(cell.value)
+    return "" if cell.text in ("", MISSING) else None
+
+
 def _short(value: float, digits: int) -> str:
     """A number without the zero before its point, so that a table of twelve columns fits a page."""
     return number(value, digits).replace("0.", ".", 1) if abs(value) < 1 else number(value, digits)

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -13,35 +13,33 @@ import numpy as np
 from protofed.errors import MissingExtra, ProtoFedError
 from protofed.evaluation.forgetting import af_over_time
 from protofed.privacy.ledger import CLAIM
-from protofed.report import provenance
+from protofed.report import opening, provenance
+from protofed.report.ablations import ablation_part
+from protofed.report.beneficiaries import benefits
 from protofed.report.cautions import cautions
+from protofed.report.costs import MEMORY, efficiency, equal_bytes
+from protofed.report.disparity import fairness
 from protofed.report.figures import Curve, heat_map, line_plot
-from protofed.report.layout import Table, data_uri, number, to_csv
+from protofed.report.layout import Drawing, Missing, Part, Table, data_uri, number, sort_value, to_csv
+from protofed.report.overall import equal_epsilon, headline_with_costs
+from protofed.report.plasticity import adaptation, frontier_part
+from protofed.report.prices import UNPRICED, privacy_table
 from protofed.report.runs import Unfinished, find_runs
 from protofed.report.sections import Row, group
-from protofed.report.svg import stroke, swatch
+from protofed.report.sensitivity import sensitivity
+from protofed.report.svg import Stroke, stroke, swatch
 from protofed.report.tables import (
     MAIN,
     Results,
     compute,
     distances,
-    headline,
     key_of,
     main_matrix,
     mean_matrix,
     strata,
     wall_clock,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """One figure of the page and the numbers it shows."""
-
-    name: str
-    caption: str
-    svg: str
-    csv: str
+from protofed.report.tradeoff import tradeoff
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +49,8 @@ class Chapter:
     results: Results
     findings: tuple[str, ...]
     headline: Table
+    parts: tuple[Part, ...]  # what the runs answer, one question each
+    missing: tuple[Missing, ...]  # what they cannot
     distances: Table | None
     strata: tuple[Table, ...]
     time: Table | None
@@ -115,10 +115,18 @@ def render(chapters: Sequence[Chapter], warned: Sequence[str], unfinished: Seque
     except ImportError as problem:
         raise MissingExtra("jinja2", "report") from problem
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    environment.filters.update(data_uri=data_uri, inline=Markup, number=number, finite=math.isfinite)
-    sections = [chapter.results.section for chapter in chapters]
+    environment.filters.update(data_uri=data_uri, inline=Markup, number=number, sort_value=sort_value)
+    results = [chapter.results for chapter in chapters]
+    sections = [found.section for found in results]
+    prices = [(found.section.title, label, price) for found in results for label, price in found.prices.items()]
     return environment.from_string(_file("page.html")).render(
         chapters=chapters,
+        sentences=opening.sentences(results),
+        overview=opening.overview(results),
+        forests=[opening.forest(found) for found in results],
+        left_out=opening.left_out(results),
+        prices=privacy_table(prices),
+        unpriced=UNPRICED if not all(price.known for _, _, price in prices) else "",
         warnings=warned,
         unfinished=unfinished,
         n_runs=sum(len(row.runs) for section in sections for row in section.rows),
@@ -142,17 +150,39 @@ def _file(name: str) -> str:
 def _chapter(results: Results) -> Chapter:
     section = results.section
     limits = _limits([mean_matrix(row) for row in section.rows])
+    looks = {row.label: stroke(place) for place, row in enumerate(section.rows)}
+    found = answers(results, looks)
     return Chapter(
         results=results,
         findings=_findings(results),
-        headline=headline(results),
+        headline=headline_with_costs(results),
+        parts=tuple(part for part in found if isinstance(part, Part)),
+        missing=tuple(part for part in found if isinstance(part, Missing)),
         distances=distances(results),
         strata=(strata(section, "sampled"), strata(section, "full")),
         time=wall_clock(section),
-        legend=tuple((swatch(stroke(place)), row.label) for place, row in enumerate(section.rows)),
+        legend=tuple((swatch(look), label) for label, look in looks.items()),
         lines=(_accuracy_drawing(results), _forgetting_drawing(results)),
         heat_maps=tuple(_heat_drawing(section.slug, place, row, limits) for place, row in enumerate(section.rows)),
         limits=limits,
+    )
+
+
+def answers(results: Results, looks: Mapping[str, Stroke]) -> tuple[Part | Missing, ...]:
+    """Every question of the paper, in its order, answered or not."""
+    section = results.section
+    return (
+        equal_epsilon(results),
+        equal_bytes(results),
+        ablation_part(section),
+        sensitivity(section),
+        adaptation(section, looks),
+        frontier_part(results, looks),
+        tradeoff(results),
+        *benefits(results),
+        *fairness(section, looks),
+        efficiency(section),
+        MEMORY,
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,14 +64,20 @@ def group(runs: Sequence[Run]) -> tuple[Section, ...]:
 
 
 def distinct_labels(names: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each name, followed by the settings that tell it from others of the same name."""
+    """Each name, followed by the settings that tell it from others of the same name; what most have goes unsaid."""
     labels = []
     for name, own in zip(names, settings, strict=True):
         rivals = [other for rival, other in zip(names, settings, strict=True) if rival == name]
         keys = sorted({key for other in rivals for key in other})
-        differing = [key for key in keys if len({json.dumps(other.get(key)) for other in rivals}) > 1]
-        labels.append(", ".join([name, *(f"{key}={own.get(key)}" for key in differing)]))
+        told = [key for key in keys if json.dumps(own.get(key)) != _usual([other.get(key) for other in rivals])]
+        labels.append(", ".join([name, *(f"{key}={own.get(key)}" for key in told)]))
     return labels
+
+
+def _usual(values: Sequence[object]) -> str:
+    """The value that all share, or that more have than any other; empty without one."""
+    counts = Counter(json.dumps(value) for value in values).most_common(2)
+    return "" if len(counts) == 2 and counts[0][1] == counts[1][1] else counts[0][0]
 
 
 def slug(text: str) -> str:
@@ -83,7 +90,7 @@ def _section(title: str, found: Sequence[Run]) -> Section:
     runs = [run for run in found if run.n_slices == longest]
     cut_short = tuple(run.folder for run in found if run.n_slices < longest)
     groups = _by(runs, lambda run: _canonical(_settings(run)))
-    names = [_method_name(members[0].config) for members in groups]
+    names = [method_name(members[0].config) for members in groups]
     labels = distinct_labels(names, [_flat(_settings(members[0])) for members in groups])
     rows, duplicates = [], []
     for label, members in zip(labels, groups, strict=True):
@@ -94,7 +101,8 @@ def _section(title: str, found: Sequence[Run]) -> Section:
     return Section(title, slug(title), runs[0].config["dataset"], tuple(rows), tuple(duplicates), cut_short)
 
 
-def _method_name(config: Mapping[str, Any]) -> str:
+def method_name(config: Mapping[str, Any]) -> str:
+    """The method with its mode, variant and privacy, as tables name it."""
     settings, private = config.get("protofed", {}), bool(config.get("privacy", {}).get("wrap", False))
     if config["method"] == "protofed-sp" and not settings:
         return str(config["method"])
@@ -110,6 +118,11 @@ def _method_name(config: Mapping[str, Any]) -> str:
 
 def _settings(run: Run) -> dict[str, Any]:
     return {key: value for key, value in run.config.items() if key not in NOT_SETTINGS}
+
+
+def flat_settings(run: Run) -> dict[str, Any]:
+    """What decides a run's numbers, seed aside, by dotted names."""
+    return _flat(_settings(run))
 
 
 def _canonical(value: object) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Float
@@ -12,6 +12,7 @@ from protofed.evaluation.ranking import uniform_reference
 from protofed.evaluation.significance import Interval, mean_and_std
 from protofed.report.intervals import Intervals, bootstrap
 from protofed.report.layout import Cell, Column, Estimate, Line, Table, interval, number, table_of_estimates, to_csv
+from protofed.report.prices import Price, prices_of
 from protofed.report.runs import Matrix, Measure, Run
 from protofed.report.sections import Row, Section
 
@@ -43,6 +44,7 @@ class Results:
     section: Section
     estimates: Mapping[str, Mapping[str, Estimate]]  # by row, then by "ndcg@10/sampled/all", "AF", ...
     intervals: Mapping[tuple[str, str], Intervals]  # by (candidates, subset)
+    prices: Mapping[str, Price] = field(default_factory=dict)  # of the rows that released something
 
     def best(self, key: str, *, trivial: bool | None = None) -> tuple[str, float]:
         """The row with the highest mean of a column and that mean; ("", NaN) without any."""
@@ -57,7 +59,7 @@ def compute(section: Section) -> Results:
     pairs = sorted({(candidates, subset) for candidates, subset, _ in HEADLINE})
     intervals = {pair: bootstrap(section, *pair) for pair in pairs}
     estimates = {row.label: _row_estimates(row, section, intervals) for row in section.rows}
-    return Results(section, estimates, intervals)
+    return Results(section, estimates, intervals, prices_of(section))
 
 
 def key_of(measure: Measure) -> str:
