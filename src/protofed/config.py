@@ -127,7 +127,7 @@ class ProtoFedConfig:
     acceptance_prior: float = 5.0  # the base users' verdict on prompts and rows counts like so many events of one's own
     carry: float = 0.5  # what of the short prompt survives the start of a session
     session_gap_hours: float = 8.0  # a longer pause starts a session
-    newcomers: Literal["auto", "mean-row", "noised"] = "auto"  # rows of new items; auto: noised from 5,000 clients on
+    newcomers: Literal["auto", "mean-row", "noised"] = "auto"  # rows of new items; auto: as a rehearsal says
     chunk: int = 512  # clients computed at once; changes memory and speed, not results
     bf16: bool = False  # backbone passes in bfloat16, on a GPU
     table: Literal["device", "host"] = "device"  # where the prompts of all users are kept

@@ -273,13 +273,22 @@ def random_prompt(model: SASRec, n: int, rate: float, rng: Generator) -> Float[T
 def validation_ndcg(
     model: SASRec, slice_: TimeSlice, selection: str = "sampled", last_hidden: Callable[[Tensor], Tensor] | None = None
 ) -> float:
-    """NDCG@10 of the slice's validation queries, among sampled candidates or all items; NaN where there is none.
+    """NDCG@10 of the slice's validation queries, among sampled candidates or all items; NaN where there is none."""
+    values, _ = validation_values(model, slice_, selection, last_hidden)
+    return float(values.mean()) if len(values) else float("nan")
+
+
+@torch.no_grad()
+def validation_values(
+    model: SASRec, slice_: TimeSlice, selection: str = "sampled", last_hidden: Callable[[Tensor], Tensor] | None = None
+) -> tuple[Float[Tensor, " Q"], Int[np.ndarray, " Q"]]:
+    """NDCG@10 of every validation query of the slice, short histories first, and which query each belongs to.
 
     Histories are read by `last_hidden`, by default the model's own.
     """
     model.eval()
     asked, device = slice_.validation, model.items.device
-    values = []
+    values = [torch.zeros(0)]
     by_length = np.argsort(slice_.past.before[asked.positions], kind="stable")  # short histories need short inputs
     for start in range(0, len(asked), VALIDATION_CHUNK):
         chunk = by_length[start : start + VALIDATION_CHUNK]
@@ -292,4 +301,4 @@ def validation_ndcg(
         else:
             ranks = rank_among(scores, positive, asked.negatives[chunk].to(device))
         values.append(ndcg(ranks, 10).cpu())
-    return float(torch.cat(values).mean()) if values else float("nan")
+    return torch.cat(values), by_length

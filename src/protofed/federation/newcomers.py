@@ -1,4 +1,7 @@
-"""The items that came after the base block: rehearsed on the base block, then introduced once a slice under noise."""
+"""The items that came after the base block: rehearsed on the base block, then introduced once a slice under noise.
+
+The rehearsal also says whether it is worth its ε: where too few people meet too many new items, it is not.
+"""
 
 from dataclasses import dataclass
 
@@ -8,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from protofed.backbone.sasrec import SASRec, at_rest, grown
+from protofed.backbone.training import validation_values
 from protofed.client.introductions import Introductions, Map, introductions, map_of
 from protofed.privacy.mechanism import Noise, seeded_noise
 from protofed.seeds import stream
@@ -16,6 +20,8 @@ from protofed.slices.stream import TimeSlice
 
 FOLDS = 5
 PARTS = 8  # the base block is as long as eight slices
+GIVEN_BACK = 0.1  # share of a learned row's worth that makes a told one worth its ε
+DEALS = 4  # of the arrivals' sums to each other
 RARE = 0.1  # weight of an item that the rehearsal's events never met
 
 
@@ -57,6 +63,55 @@ def _rehearsed_once(
         targets.append(rows[pretend] - on.mean)
         weights.append(met[pretend] + RARE)
     return fitted(torch.cat(seen), torch.cat(targets), torch.cat(weights))
+
+
+def worth_telling(public: SASRec, base: TimeSlice, maps: Float[Tensor, "T f d"], std: float, seed: int) -> bool:
+    """Whether told rows give back at least a tenth of what learned ones are worth, and cost nothing elsewhere.
+
+    The items that arrived in the block's second half (or in fewer eighths, where the stream has fewer slices) play
+    newcomers: their rows are taken away, then told from that half's noised introductions, and the validation events are
+    ranked. What counts is how much better they do than with each other's sums, dealt four times: any row beats one that
+    all share. All of it is the base block's, so the answer costs no ε.
+    """
+    slices = min(PARTS // 2, len(maps))
+    events = base.train_positions[-max(1, len(base.train_positions) * slices // PARTS) :]
+    has_row = public.has_row.cpu()
+    arrived = has_row & ~met_before(base, int(events[0]), public.n_rows)
+    learned = accuracy_on(public, base, arrived)[0]
+    if arrived.equal(has_row) or not learned:
+        return False
+    hidden = grown(public, public.n_rows)
+    hidden.has_row = (has_row & ~arrived).to(public.items.device)
+    hidden.refresh_mean_row()
+    on, rng = map_of(public.items.detach().cpu()[has_row & ~arrived]), stream(seed, "arrivals")
+    said = introductions(base.past, events, base.bounds[-1].train_end, public, on, arrived)
+    sums, exposures = (
+        introduced(said, arrived, std * float(np.sqrt(slices)), seeded_noise(rng)),
+        slices * arrived.long(),
+    )
+
+    def accuracy(order: Tensor) -> tuple[float, float]:
+        dealt = sums.index_put((arrived,), sums[arrived][order])
+        return accuracy_on(with_told_rows(hidden, Newcomers(dealt, exposures, maps), arrived, on.mean), base, arrived)
+
+    n = int(arrived.sum())
+    told, after = accuracy(torch.arange(n))
+    by_chance = max(accuracy(torch.randperm(n, generator=rng))[0] for _ in range(DEALS))
+    return told - by_chance >= GIVEN_BACK * learned and after >= accuracy_on(hidden, base, arrived)[1]
+
+
+def accuracy_on(model: SASRec, base: TimeSlice, wanted: Bool[Tensor, " I"]) -> tuple[float, float]:
+    """Mean NDCG@10 over the validation events on these items (0 where there are none), and over all."""
+    values, which = validation_values(model, base)
+    positives = base.validation.positives[torch.from_numpy(which)]
+    among = (positives < len(wanted)) & wanted[positives.clamp(max=len(wanted) - 1)]
+    return (float(values[among].mean()) if among.any() else 0.0), float(values.sum()) / max(len(values), 1)
+
+
+def met_before(base: TimeSlice, position: int, n_items: int) -> Bool[Tensor, " I"]:
+    """Which items had an event before that log position."""
+    earlier = base.past.items[base.past.place[np.arange(position)]]
+    return torch.bincount(torch.from_numpy(earlier), minlength=n_items)[:n_items] > 0
 
 
 def without_base_row(public: SASRec, n_items: int) -> Bool[Tensor, " I"]:

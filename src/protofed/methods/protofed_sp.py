@@ -4,7 +4,7 @@ What we implement: paper-notes' reference algorithm. Every client keeps a long p
 sparse one; queries are routed to prototypes and the composed prompt is injected; clipped embeddings of long prompts are
 summed with noise and move the prototypes. How it differs: clients also keep rows of their own for the items they met,
 and each uses its prompt and its rows only where its own validation events say so. In the private mode items that
-appeared after the base block get rows from noised sums where there are clients enough, and nothing else is shared.
+appeared after the base block get rows from noised sums where a rehearsal says so, and nothing else is shared.
 Privacy: docs/privacy.md.
 """
 
@@ -24,7 +24,7 @@ from protofed.config import RunConfig, ablated
 from protofed.errors import ConfigError
 from protofed.federation.acceptance import VARIANTS, accepted, remembered, variant_losses
 from protofed.federation.lessons import client_data, session_starts
-from protofed.federation.newcomers import Newcomers, met_newcomers, nobody_new, rehearsed
+from protofed.federation.newcomers import Newcomers, met_newcomers, nobody_new, rehearsed, worth_telling
 from protofed.federation.plan import Plan, newcomer_releases, plan, releases
 from protofed.federation.preparation import everybody_uses, prepare
 from protofed.federation.simulator import Encoders, Schedule, broadcast, simulate_slice, tastes
@@ -46,7 +46,6 @@ from protofed.slices.stream import TimeSlice
 PRINTED_STEPS = 3  # 3 epochs of batches larger than a client's slice
 PRINTED_PERIOD = 500  # local steps between two uploads of a client
 PRINTED_PROTOTYPES = 128
-ENOUGH_CLIENTS = 5_000  # with 1,000 the noise on new items' rows cost more than the rows brought
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +140,7 @@ class ProtoFedSP:
         """The base block: encoders, first prototypes, base users' devices; and the noise the budget asks for."""
         config = as_run(world.config)
         keeps_the_claim(config)
-        newcomers = introduces(config, world.base.past.n_users)
-        private, n_slices = config.protofed.mode == "reference", config.stream.n_slices
-        settled = plan(config.privacy, n_slices, private=private, newcomers=newcomers)
+        settled, maps = settled_plan(world, config)
         server_rule(config, 1, settled.noise_multiplier, 1)  # what cannot be done is refused before any work
         if config.protofed.mode == "reference" and config.protofed.prototypes:
             check_cohort(config.protofed.prototypes, config.privacy.sampling_rate, world.base.past.n_users)
@@ -164,7 +161,7 @@ class ProtoFedSP:
             prior=made.prior,
             use_prompt=use_prompt,
             use_rows=use_rows,
-            newcomers=nobody_new(maps_of(world, settled.newcomer_noise)),
+            newcomers=nobody_new(maps),
             newcomer_noise=settled.newcomer_noise,
             noise_multiplier=settled.noise_multiplier,
             allowed_rounds=settled.rounds,
@@ -313,22 +310,30 @@ def introduced(world: World, state: ProtoFedState, slice_: TimeSlice) -> tuple[P
     return replace(state, newcomers=newcomers, backbone=backbone), told
 
 
-def introduces(config: RunConfig, n_clients: int) -> bool:
-    """Whether new items get rows from noised sums: only where enough clients drown the noise."""
+def may_introduce(config: RunConfig) -> bool:
+    """Whether new items may get rows from noised sums: the server has to add the noise."""
     settings, trust = config.protofed, config.privacy.trust
-    if settings.newcomers == "noised" and (settings.mode, trust) != ("reference", "central"):
+    possible = (settings.mode, trust) == ("reference", "central")
+    if settings.newcomers == "noised" and not possible:
         raise ConfigError(
             f"protofed.newcomers = noised needs --mode reference and --trust central, got {settings.mode} and {trust}"
         )
-    enough = settings.newcomers == "auto" and n_clients >= ENOUGH_CLIENTS
-    return settings.newcomers == "noised" or (enough and (settings.mode, trust) == ("reference", "central"))
+    return possible and settings.newcomers != "mean-row"
 
 
-def maps_of(world: World, noise: float) -> Float[Tensor, "T f d"]:
-    """The rehearsal of introductions under that noise; nothing where there are none."""
-    if not noise:
-        return torch.zeros(0, 1, world.config.backbone.width)
-    return rehearsed(world.backbone, world.base, world.config.stream.n_slices, noise, world.config.seed)
+def settled_plan(world: World, config: RunConfig) -> tuple[Plan, Float[Tensor, "T f d"]]:
+    """The noise of the stream, and the maps from new items' noised sums to rows; none where they are not worth it."""
+    private, n_slices = config.protofed.mode == "reference", config.stream.n_slices
+    nothing = torch.zeros(0, 1, config.backbone.width)
+    without = plan(config.privacy, n_slices, private=private)
+    if not may_introduce(config):
+        return without, nothing
+    settled = plan(config.privacy, n_slices, private=private, newcomers=True)
+    noise, seed = settled.newcomer_noise, config.seed
+    maps = rehearsed(world.backbone, world.base, n_slices, noise, seed)
+    if config.protofed.newcomers == "noised" or worth_telling(world.backbone, world.base, maps, noise, seed):
+        return settled, maps
+    return without, nothing
 
 
 def encoders_of(state: ProtoFedState) -> Encoders:

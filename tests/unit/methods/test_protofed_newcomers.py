@@ -10,9 +10,17 @@ from worlds import another_future, questions, tiny_config, tiny_stream, warmed_u
 
 from protofed.backbone.training import PlainDescent
 from protofed.errors import ConfigError
-from protofed.federation.newcomers import met_newcomers, nobody_new, rehearsed, without_base_row
+from protofed.federation.newcomers import (
+    met_before,
+    met_newcomers,
+    nobody_new,
+    rehearsed,
+    without_base_row,
+    worth_telling,
+)
+from protofed.methods import protofed_sp
 from protofed.methods.protocol import World
-from protofed.methods.protofed_sp import ProtoFedSP, ProtoFedState, introduces
+from protofed.methods.protofed_sp import ProtoFedSP, ProtoFedState, may_introduce
 from protofed.methods.state import pack, unpack
 from protofed.privacy.accountant import epsilon
 from protofed.privacy.ledger import streams
@@ -140,19 +148,50 @@ def test_the_state_survives_packing():
 
 
 @pytest.mark.parametrize(
-    ("newcomers", "mode", "trust", "clients", "on"),
+    ("newcomers", "mode", "trust", "may"),
     [
-        ("auto", "reference", "central", 5_000, True),
-        ("auto", "reference", "central", 4_999, False),
-        ("auto", "nodp", "central", 10_000, False),
-        ("auto", "reference", "local", 10_000, False),
-        ("mean-row", "reference", "central", 10_000, False),
-        ("noised", "reference", "central", 1, True),
+        ("auto", "reference", "central", True),
+        ("auto", "nodp", "central", False),
+        ("auto", "reference", "local", False),
+        ("mean-row", "reference", "central", False),
+        ("noised", "reference", "central", True),
     ],
 )
-def test_rows_are_noised_where_clients_are_many_and_the_server_may_add_the_noise(newcomers, mode, trust, clients, on):
+def test_rows_may_be_noised_where_the_server_adds_the_noise(newcomers, mode, trust, may):
     config = tiny_config(protofed__newcomers=newcomers, protofed__mode=mode, privacy__trust=trust)
-    assert introduces(config, clients) == on
+    assert may_introduce(config) == may
+
+
+def test_the_rehearsal_finds_rows_worth_telling_without_noise_and_rarely_under_much_of_it():
+    world = world_of()
+    said = {}
+    for std in (1e-6, 1e3):
+        maps = rehearsed(world.backbone, world.base, 4, std, 0)
+        said[std] = [worth_telling(world.backbone, world.base, maps, std, seed) for seed in range(6)]
+    assert all(said[1e-6])
+    assert sum(said[1e3]) <= 3  # 28 validation events on 20 arrivals: chance alone says yes now and then
+
+
+def test_the_rehearsals_answer_decides_and_sets_the_budget(monkeypatch):
+    solved = {"privacy__target_epsilon": 3.4, "privacy__noise_multiplier": 0.0, "protofed__newcomers": "auto"}
+    states = []
+    for answer in (True, False):
+        monkeypatch.setattr(protofed_sp, "worth_telling", lambda *_, answer=answer: answer)
+        states.append(METHOD.start(world_of(**solved)))
+    on, off = states
+    assert on.newcomer_noise > 0
+    assert off.newcomer_noise == 0
+    assert on.noise_multiplier > off.noise_multiplier
+    assert (
+        off.noise_multiplier == METHOD.start(world_of(**{**solved, "protofed__newcomers": "mean-row"})).noise_multiplier
+    )
+
+
+def test_arrivals_of_the_rehearsal_are_the_items_without_an_earlier_event():
+    base = tiny_stream().slice_(0)
+    half = int(base.train_positions[len(base.train_positions) // 2])
+    earlier = {int(base.past.items[base.past.place[position]]) for position in range(half)}
+    assert set(met_before(base, half, base.n_train_items).nonzero()[:, 0].tolist()) == earlier
 
 
 @pytest.mark.parametrize("setting", [{"protofed__mode": "nodp"}, {"privacy__trust": "local"}])
