@@ -256,3 +256,18 @@ def test_shards_fill_one_folder_with_the_whole_grid(undisturbed, place):
         done = protofed(*arguments("shards", "--shard", part, file="good.toml"), cwd=place)
         assert done.returncode == 0, done.stderr
     assert (place / "shards" / "results.parquet").read_bytes() == (undisturbed[1] / "results.parquet").read_bytes()
+
+
+def test_a_tuned_bench_runs_with_what_tune_found_and_says_so_in_its_commands(place):
+    best = place / "tune" / "ewc" / "best.toml"
+    best.parent.mkdir(parents=True)
+    best.write_text('method = "ewc"\nseed = 4\n[hyper]\nstrength = 0.25\n')
+    words = arguments("tuned", "--methods", "frozen,ewc", "--tuned", "tune", file="good.toml")
+    done = protofed(*words, cwd=place)
+    assert done.returncode == 0, done.stderr
+    config = (place / "tuned" / "tiny" / "ewc" / "default" / "seed-0" / "config.toml").read_text()
+    assert "[hyper]\nstrength = 0.25\n" in config
+    commands = pq.read_table(place / "tuned" / "runs.parquet")["command"].to_pylist()
+    assert ["hyper.strength=0.25" in shlex.split(command) for command in commands] == [True, False]
+    checked = protofed("report", "tuned", "--check", "good.toml", "--tuned", "tune", cwd=place)
+    assert "has no finetune-last/best.toml" in checked.stderr  # the file also asks for what was not tuned

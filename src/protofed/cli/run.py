@@ -41,6 +41,7 @@ def run(
     settings: Annotated[list[str] | None, typer.Option("--set", help="key=value, e.g. training.negatives=32")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
     cache: Annotated[Path, typer.Option(help="folder where warm-ups are kept")] = CACHE,
+    track: Annotated[Path | None, typer.Option(help="a folder for TensorBoard: scalars, slice by slice")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print results as JSON")] = False,
     list_methods: Annotated[bool, typer.Option("--list-methods", help="name every method and stop")] = False,
 ) -> None:
@@ -49,6 +50,7 @@ def run(
         print_methods(as_json)
         return
     from protofed.cli.progress import shown
+    from protofed.cli.track import tracked
     from protofed.experiments.run import Experiment, pick_device
     from protofed.experiments.summary import summarise_run
 
@@ -67,8 +69,8 @@ def run(
     chosen = settle({key: value for key, value in given.items() if value is not None}, config, settings or [])
     log = load(chosen, root)
     experiment = Experiment(chosen, log, cache, pick_device(device), shlex.join(["protofed", *sys.argv[1:]]))
-    with shown(Console(stderr=True)) as progress:
-        folder = experiment.run(out, progress)
+    with shown(Console(stderr=True)) as progress, tracked(track, out, chosen.stream.n_slices, progress) as watched:
+        folder = experiment.run(out, watched)
     summary = summarise_run(folder)
     summary |= {"variant": chosen.variant, "privacy": promised(folder.path / "ledger.json", chosen)}
     print(json.dumps(summary, indent=2, ensure_ascii=False)) if as_json else print_summary(summary, out)

@@ -10,9 +10,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from protofed.cli.run import settle
-from protofed.config import parse_override
+from protofed.config import override, parse_override, to_toml
 from protofed.errors import ConfigError
-from protofed.experiments.grid import Grid, Variant, cells, grid_of, parse_shard, read_grid, setting, shard
+from protofed.experiments.grid import (
+    Grid,
+    Variant,
+    cells,
+    grid_of,
+    parse_shard,
+    read_grid,
+    setting,
+    shard,
+    tuned_in,
+)
 
 ROOT = Path(__file__).parents[3]
 METHODS = ("popularity", "frozen", "ewc", "protofed-sp")
@@ -278,3 +288,94 @@ def test_the_smoke_grid_has_a_reference_and_a_noise_free_row():
 
 def test_a_grid_of_dotted_keys_needs_nothing_else():
     assert grid_of({}) == Grid((), (), (0,))
+
+
+def test_only_methods_named_in_plain_have_a_plain_cell():
+    variant = Variant("private", ("frozen", "ewc"), (("privacy.wrap", True),))
+    grid = Grid(("synthetic",), ("frozen", "ewc", "protofed-sp"), variants=(variant,), plain=("protofed-sp",))
+    assert folders(grid) == [
+        "synthetic/frozen/private/seed-0",
+        "synthetic/ewc/private/seed-0",
+        "synthetic/protofed-sp/default/seed-0",
+    ]
+    assert grid_of({"grid.plain": ["ewc"]}).plain == ("ewc",)
+
+
+def test_a_grid_whose_plain_cells_are_all_left_out_and_has_no_others_is_refused():
+    with pytest.raises(ConfigError, match="the grid has no cell"):
+        cells(Grid(("synthetic",), ("frozen",), plain=()), settle)
+    with pytest.raises(ConfigError, match="unknown method 'frosen'"):
+        grid_of({"grid.plain": ["frosen"]})
+
+
+def write_best(folder: Path, method: str, settings: dict[str, object], **flags: object) -> None:
+    """METHOD/best.toml as `protofed tune` writes it: the whole config."""
+    config = override(settle({"dataset": "elsewhere", "method": method, "seed": 5, **flags}), settings)
+    (folder / method).mkdir(parents=True)
+    (folder / method / "best.toml").write_text(to_toml(config), encoding="utf-8")
+
+
+def test_what_the_search_was_over_is_taken_from_best_toml_and_nothing_else(tmp_path):
+    found = {"hyper.strength": 0.3, "hyper.decay": 0.9, "training.slice_learning_rate": 3e-4}
+    write_best(tmp_path, "ewc", {**found, "training.negatives": 7, "stream.n_slices": 3})
+    (cell,) = cells(Grid(("synthetic",), ("ewc",), (2,)), settle, tuned_in(tmp_path))
+    assert dict(cell.settings) == found
+    assert cell.config == override(settle({"dataset": "synthetic", "method": "ewc", "seed": 2}), found)
+    sets = [word for flag, word in itertools.pairwise(cell.command().split()) if flag == "--set"]
+    assert settle({"dataset": "synthetic", "method": "ewc", "seed": 2}, None, sets) == cell.config
+
+
+def test_hyper_parameters_spelled_as_a_text_are_found_too(tmp_path):
+    (tmp_path / "er-random").mkdir()
+    text = 'method = "er-random"\nhyper = "capacity.share=0.1,beta=3.0"\n'
+    (tmp_path / "er-random" / "best.toml").write_text(text, encoding="utf-8")
+    (cell,) = cells(Grid(("synthetic",), ("er-random",)), settle, tuned_in(tmp_path))
+    assert dict(cell.settings) == {"hyper.capacity.share": 0.1, "hyper.beta": 3.0}
+
+
+def test_what_the_file_sets_goes_before_what_was_tuned(tmp_path):
+    write_best(tmp_path, "ewc", {"hyper.strength": 0.3, "hyper.decay": 0.9, "training.slice_learning_rate": 3e-4})
+    swept = Variant("swept", (), (("hyper.decay", 0.5),), (("hyper.strength", (7.0,)),))
+    grid = Grid(("synthetic",), ("ewc",), settings=(("training.slice_learning_rate", 1e-4),), variants=(swept,))
+    plain, other = cells(grid, settle, tuned_in(tmp_path))
+    assert (plain.config.hyper, plain.config.training.slice_learning_rate) == ("decay = 0.9, strength = 0.3", 1e-4)
+    assert (other.config.hyper, other.config.training.slice_learning_rate) == ("decay = 0.5, strength = 7.0", 1e-4)
+
+
+def test_a_data_set_that_was_tuned_by_itself_has_its_own_settings(tmp_path):
+    write_best(tmp_path, "ewc", {"hyper.strength": 0.3})
+    write_best(tmp_path / "other", "ewc", {"hyper.strength": 0.7})
+    found = cells(Grid(("synthetic", "other"), ("ewc",)), settle, tuned_in(tmp_path))
+    assert [cell.config.hyper for cell in found] == ["strength = 0.3", "strength = 0.7"]
+
+
+def test_what_has_nothing_to_tune_needs_no_file_and_what_has_needs_one(tmp_path):
+    (cell,) = cells(Grid(("synthetic",), ("popularity",)), settle, tuned_in(tmp_path))
+    assert cell.settings == ()
+    with pytest.raises(ConfigError, match=r"has no ewc/best\.toml; tune ewc too"):
+        cells(Grid(("synthetic",), ("ewc",)), settle, tuned_in(tmp_path))
+    with pytest.raises(ConfigError, match="no folder at --tuned"):
+        tuned_in(tmp_path / "absent")
+
+
+def test_the_peft_variant_takes_only_what_was_tuned_as_peft(tmp_path):
+    write_best(tmp_path / "peft", "ewc", {"peft.learning_rate": 0.01, "hyper.strength": 0.3}, variant="peft")
+    write_best(tmp_path / "standard", "ewc", {"hyper.strength": 0.3})
+    grid = Grid(("synthetic",), ("ewc",), settings=(("variant", "peft"),))
+    (cell,) = cells(grid, settle, tuned_in(tmp_path / "peft"))
+    assert (cell.config.peft.learning_rate, cell.config.hyper) == (0.01, "strength = 0.3")
+    with pytest.raises(ConfigError, match=r"was tuned for ewc \(standard\), a cell is ewc \(peft\)"):
+        cells(grid, settle, tuned_in(tmp_path / "standard"))
+
+
+def test_a_method_that_is_peft_by_itself_needs_no_word_about_it(tmp_path):
+    write_best(tmp_path, "adapters", {"hyper.learning_rate": 0.03})
+    (cell,) = cells(Grid(("synthetic",), ("adapters",)), settle, tuned_in(tmp_path))
+    assert (cell.config.variant, cell.config.hyper) == ("peft", "learning_rate = 0.03")
+
+
+def test_a_damaged_best_toml_is_named(tmp_path):
+    (tmp_path / "ewc").mkdir()
+    (tmp_path / "ewc" / "best.toml").write_text("methd = 3\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"ewc/best\.toml: unknown config key 'methd'"):
+        cells(Grid(("synthetic",), ("ewc",)), settle, tuned_in(tmp_path))

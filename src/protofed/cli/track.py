@@ -1,0 +1,140 @@
+"""`protofed run --track`: what a run says about each slice, as TensorBoard scalars, while it goes on."""
+
+import contextlib
+import importlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from protofed.errors import ConfigError, MissingExtra
+from protofed.progress import Progress
+
+SHOWN = [(c, s, m) for m in ("ndcg@10", "hr@10") for c in ("sampled", "full") for s in ("all", "novel")]
+TRACE = "validation_ndcg10"
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """One point of one curve."""
+
+    tag: str
+    value: float
+    step: int  # the slice; in a validation trace, the epoch
+
+
+@dataclass(slots=True)
+class Tracker:
+    """A run folder and how much of it has been written; nothing is, until a slice is finished."""
+
+    folder: Path
+    write_to: Callable[[], Any]  # makes TensorBoard's writer
+    writer: Any = None
+    written: int = 0  # slices
+
+    def catch_up(self, done: int) -> None:
+        """Write the first `done` slices, those that are not written yet."""
+        self.writer = self.writer or self.write_to()
+        for index in range(self.written, done):
+            for scalar in scalars(self.folder, index):
+                self.writer.add_scalar(scalar.tag, scalar.value, scalar.step)
+        self.written = max(self.written, done)
+        self.writer.flush()
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+@contextlib.contextmanager
+def tracked(track: Path | None, folder: Path, n_slices: int, progress: Progress) -> Iterator[Progress]:
+    """The same progress, with each slice that it reports as done written to `track`; as it was where that is None.
+
+    A run that goes on, or is over already, is written from its first slice; see `writer_in`.
+    """
+    if track is None:
+        yield progress
+        return
+    tracker = Tracker(folder, writer_in(track))
+
+    def report(task: str, done: int | float, total: int | float | None, note: str = "") -> None:
+        if task == "run":
+            tracker.catch_up(int(done))
+        progress(task, done, total, note)
+
+    try:
+        yield report
+        tracker.catch_up(n_slices + 1)
+    finally:
+        tracker.close()
+
+
+def writer_in(folder: Path) -> Callable[[], Any]:
+    """Makes TensorBoard's writer, whose readers forget what earlier files of the folder say.
+
+    A missing library or a wrong place is told now, before the run.
+    """
+    try:
+        board = importlib.import_module("torch.utils.tensorboard")
+    except ImportError as missing:
+        raise MissingExtra("tensorboard", "track") from missing
+    if folder.is_file():
+        raise ConfigError(f"--track {folder} is a file; give a folder")
+    return lambda: board.SummaryWriter(str(folder), purge_step=0)
+
+
+def scalars(folder: Path, index: int) -> Iterator[Scalar]:
+    """Everything the run folder says about a finished slice: A[t, t], seconds, the log's numbers and traces."""
+    yield from accuracies(folder, index)
+    timing = _table(folder, "timing", index)
+    for stage, slice_, spent in zip(*(timing[name].to_pylist() for name in ("stage", "slice", "seconds")), strict=True):
+        if slice_ == index:
+            yield Scalar(f"seconds/{stage}", spent, index)
+    for record in records(folder / "log.jsonl", index):
+        yield from diagnostics(record, index)
+
+
+def accuracies(folder: Path, index: int) -> Iterator[Scalar]:
+    """NDCG@10 and HR@10 of the slice's test part right after it was learned; none without such queries."""
+    table = _table(folder, "metrics", index)
+    keep = pc.and_(pc.equal(table["slice_trained"], index), pc.equal(table["slice_tested"], index))
+    rows = table.filter(pc.and_(keep, pc.equal(table["split"], "test"))).to_pylist()
+    known = {(row["candidates"], row["subset"], row["metric"]): row["value"] for row in rows}
+    for candidates, subset, metric in SHOWN:
+        if (candidates, subset, metric) in known:
+            yield Scalar(f"{metric}/{candidates} {subset}", known[candidates, subset, metric], index)
+
+
+def records(log: Path, index: int) -> list[Mapping[str, Any]]:
+    """The newest line of each stage about the slice; a resumed run says some of them again."""
+    newest: dict[str, Mapping[str, Any]] = {}
+    for line in log.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:  # a line that a kill cut off
+            continue
+        if record.get("slice") == index:
+            newest[record["stage"]] = record
+    return list(newest.values())
+
+
+def diagnostics(record: Mapping[str, Any], index: int) -> Iterator[Scalar]:
+    """The numbers of a log line, and its validation trace as a curve of its own."""
+    stage = record["stage"]
+    about = "warm-up" if stage == "warm-up" else f"slice {index}"
+    for epoch, value in enumerate(record.get(TRACE, ())):
+        yield Scalar(f"validation ndcg@10/{about}", value, epoch)
+    for name, value in record.items():
+        if name != "slice" and isinstance(value, int | float) and math.isfinite(value):
+            yield Scalar(f"{stage}/{name}", float(value), index)
+
+
+def _table(folder: Path, name: str, index: int) -> Any:
+    """The run's table, or the slice's part of it while the run goes on."""
+    whole, part = folder / f"{name}.parquet", folder / "slices" / f"{name}-{index}.parquet"
+    return pq.read_table(part if part.is_file() else whole)

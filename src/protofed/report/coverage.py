@@ -1,0 +1,120 @@
+"""Which cells of a grid are finished: compared by config, wherever their folders are."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from protofed.config import from_toml, from_values, to_toml
+from protofed.errors import ConfigError, ProtoFedError
+from protofed.experiments.grid import Cell
+from protofed.report.layout import Cell as Shown
+from protofed.report.layout import Column, Line, Table, to_csv
+from protofed.report.runs import Run, Unfinished
+
+State = Literal["done", "unfinished", "missing"]
+Share = tuple[int, int]  # done, wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """Every wanted cell and where it stands, in the grid's order."""
+
+    states: tuple[tuple[Cell, State], ...]
+
+    @property
+    def share(self) -> Share:
+        """How many cells are done, of how many."""
+        return sum(state == "done" for _, state in self.states), len(self.states)
+
+    @property
+    def lacking(self) -> tuple[tuple[Cell, State], ...]:
+        """The cells that are not done."""
+        return tuple((cell, state) for cell, state in self.states if state != "done")
+
+    @property
+    def by_method(self) -> dict[tuple[str, str], Share]:
+        """Done and wanted for each (data set, method)."""
+        shares: dict[tuple[str, str], Share] = {}
+        for cell, state in self.states:
+            key = (cell.config.dataset, cell.config.method)
+            done, wanted = shares.get(key, (0, 0))
+            shares[key] = (done + (state == "done"), wanted + 1)
+        return shares
+
+
+def coverage(grid: Sequence[Cell], runs: Sequence[Run], unfinished: Sequence[Unfinished] = ()) -> Coverage:
+    """Where each cell of a grid stands among runs that were read for a report."""
+    started = [config for run in unfinished if (config := _same_words(run.config)) is not None]
+    return _standing(grid, (run.config_text for run in runs), started)
+
+
+def covered(grid: Sequence[Cell], root: Path) -> Coverage:
+    """Where each cell of a grid stands among the run folders at or below `root`; only configs are read."""
+    if not root.is_dir():
+        raise ProtoFedError(f"no folder at {root}; give the folder that `protofed bench --out` wrote to")
+    done: list[str] = []
+    started: list[str] = []
+    for where, _, files in os.walk(root):
+        if "config.toml" in files:
+            text = Path(where, "config.toml").read_text(encoding="utf-8", errors="replace")
+            (done if "metrics.parquet" in files else started).append(text)
+    return _standing(grid, done, started)
+
+
+def coverage_table(found: Coverage) -> Table:
+    """Done of wanted, a line for each method and a column for each data set."""
+    shares = found.by_method
+    datasets = list(dict.fromkeys(dataset for dataset, _ in shares))
+    methods = list(dict.fromkeys(method for _, method in shares))
+    lines = [Line(method, tuple(_shown(shares.get((dataset, method))) for dataset in datasets)) for method in methods]
+    columns = tuple(Column(dataset, "finished runs of those wanted", ranked=False) for dataset in datasets)
+    tidy = [(dataset, method, done, wanted) for (dataset, method), (done, wanted) in shares.items()]
+    name, caption = "grid-coverage", "{} of {} cells are finished".format(*found.share)
+    return Table(name, caption, columns, tuple(lines), csv=to_csv(["dataset", "method", "done", "wanted"], tidy))
+
+
+def together(grids: Iterable[Sequence[Cell]]) -> tuple[Cell, ...]:
+    """The cells of several grids, a run that several want once."""
+    distinct: dict[str, Cell] = {}
+    for cell in (cell for grid in grids for cell in grid):
+        distinct.setdefault(to_toml(cell.config), cell)
+    return tuple(distinct.values())
+
+
+def _standing(grid: Sequence[Cell], done: Iterable[str], started: Iterable[str]) -> Coverage:
+    finished = {text for text in map(_normal, done) if text}
+    begun = {text for text in map(_normal, started) if text}
+    states: list[tuple[Cell, State]] = []
+    for cell in grid:
+        text = to_toml(cell.config)
+        states.append((cell, "done" if text in finished else "unfinished" if text in begun else "missing"))
+    return Coverage(tuple(states))
+
+
+def _normal(text: str) -> str:
+    """A config as it would be written today (settings that came later at their defaults); empty if it is none."""
+    try:
+        return to_toml(from_toml(text))
+    except ConfigError:
+        return ""
+
+
+def _same_words(config: Mapping[str, Any]) -> str | None:
+    """The text of a config that was already read; None where it is no run's."""
+    try:
+        return to_toml(from_values(_flat(config)))
+    except ConfigError:
+        return None
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _shown(share: Share | None) -> Shown:
+    return Shown(f"{share[0]} of {share[1]}", value=share[0] / share[1]) if share else Shown("–")

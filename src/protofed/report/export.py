@@ -1,0 +1,326 @@
+"""The report's tables as text: Markdown, LaTeX with booktabs, or one tidy CSV; numbers as on the HTML page."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from protofed.errors import MissingExtra
+from protofed.privacy.accountant import adjacency, epsilon, rounded_up
+from protofed.privacy.ledger import CLAIM, Ledger, Release, Trust, read_ledger
+from protofed.report.intervals import Intervals
+from protofed.report.layout import MISSING, Cell, Column, estimate_cells, interval, number, to_csv
+from protofed.report.sections import Row
+from protofed.report.tables import CONTINUAL, HEADLINE, NAMES, Results, key_of
+
+ACCURACY = tuple(key_of(measure) for measure in HEADLINE)
+FORGETTING = ("AF", "BWT")
+RELEASE = ("noise multiplier", "rate", "rounds", "uploads", "δ", "ε", "trust", "adjacency")
+TIDY = (
+    *("dataset", "method", "seeds", "table", "quantity", "candidates", "subset", "stream", "minus"),
+    *("mean", "std", "low95", "high95", "text"),
+)
+Write = Callable[[Sequence[Results], Sequence[str]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """One table as words: heading cells with the heading above each, then rows; `best` marks what is set bold."""
+
+    name: str
+    caption: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[str, tuple[Cell, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """What the seeds of a row released, where they released the same, and what it costs."""
+
+    row: Row
+    seeds: tuple[int, ...]
+    ledger: Ledger
+    trust: Trust
+    delta: float
+    epsilon: str  # of all its streams together, against who sees what is released
+
+
+def overall(results: Results) -> Sheet:
+    """Accuracy, AF and BWT of every row: mean and standard deviation over seeds, the best row first."""
+    rows = sorted(results.section.rows, key=lambda row: (-_known(results, row), row.label))
+    columns = [Column(f"{c}, {s}", NAMES[m]) for c, s, m in HEADLINE]
+    columns += [Column(name, lower_is_better=CONTINUAL[name].lower_is_better) for name in FORGETTING]
+    by_column = [
+        [replace(results.estimates[row.label][key], low=math.nan, high=math.nan) for row in rows]  # too wide for paper
+        for key in (*ACCURACY, *FORGETTING)
+    ]
+    cells = [estimate_cells(column, found) for column, found in zip(columns, by_column, strict=True)]
+    section = results.section
+    return Sheet(
+        f"{section.slug}-overall",
+        f"{section.title}: mean of A[t, t] over slices 1 to {section.n_slices}, ± standard deviation over seeds; "
+        f"sampled: 1 positive and {section.n_candidates - 1} negatives; full: every item; lower AF is better",
+        tuple(columns),
+        tuple((row.label, tuple(column[place] for column in cells)) for place, row in enumerate(rows)),
+    )
+
+
+def differences(results: Results) -> Sheet | None:
+    """NDCG@10 of each row minus the best row's, with its interval; None where no row kept its users."""
+    pairs = [(candidates, subset) for candidates, subset, metric in HEADLINE if metric == "ndcg@10"]
+    found = [results.intervals[pair] for pair in pairs]
+    if not any(intervals.best for intervals in found):
+        return None
+    columns = [
+        Column(f"{candidates}, {subset}", f"minus {intervals.best}" if intervals.best else "")
+        for (candidates, subset), intervals in zip(pairs, found, strict=True)
+    ]
+    rows = sorted(results.section.rows, key=lambda row: (-_known(results, row), row.label))
+    return Sheet(
+        f"{results.section.slug}-differences",
+        f"{results.section.title}: NDCG@10 minus that of the best row, 95 % paired bootstrap interval over users",
+        tuple(columns),
+        tuple((row.label, tuple(_gap(intervals, row.label) for intervals in found)) for row in rows),
+    )
+
+
+def privacy(results: Results) -> Sheet | None:
+    """What ε is computed from, and ε, a line for each stream of each private row; None where nothing was released."""
+    found = priced(results)
+    if not found:
+        return None
+    rows = [
+        (_released_by(one, release), tuple(Cell(text) for text in _release_words(one, release)))
+        for one in found
+        for release in one.ledger
+    ]
+    claim = f" {CLAIM}" if {one.delta for one in found} == {1e-5} else ""  # its words name that δ
+    caption = (
+        f"{results.section.title}: what was released, and ε per user of all streams of a row together, "
+        f"against who sees what is released.{claim}"
+    )
+    return Sheet(f"{results.section.slug}-privacy", caption, tuple(map(Column, RELEASE)), tuple(rows))
+
+
+def priced(results: Results) -> tuple[Priced, ...]:
+    """The rows that released something; seeds with different ledgers apart."""
+    found: list[Priced] = []
+    for row in results.section.rows:
+        groups: dict[tuple[Ledger, Trust, float], list[int]] = {}
+        for run in row.runs:
+            if run.ledger:
+                ledger, trust = read_ledger(run.path / "ledger.json")
+                delta = float(run.config.get("privacy", {}).get("delta", 1e-5))
+                groups.setdefault((ledger, trust, delta), []).append(run.seed)
+        found += [Priced(row, tuple(seeds), *released, _price(*released)) for released, seeds in groups.items()]
+    return tuple(found)
+
+
+def _price(ledger: Ledger, trust: Trust, delta: float) -> str:
+    """ε rounded up; a dash where the library that prices it is not installed."""
+    try:
+        cost = rounded_up(epsilon(ledger, delta, trust=trust))
+    except MissingExtra:
+        return MISSING
+    return "∞" if cost is None else f"{cost:g}"
+
+
+def sheets(results: Results) -> tuple[Sheet, ...]:
+    """Every table of a section that has something to show."""
+    return tuple(sheet for sheet in (overall(results), differences(results), privacy(results)) if sheet)
+
+
+def to_markdown(results: Sequence[Results], warned: Sequence[str]) -> str:
+    """Tables in Markdown, one heading for each section; the best of a column in bold."""
+    lines: list[str] = []
+    for found in results:
+        lines += [f"## {_md(found.section.title)}", ""]
+        for sheet in sheets(found):
+            lines += [_md(sheet.caption), "", *_md_table(sheet), ""]
+    if warned:
+        lines += ["## Read with care", "", *(f"- {_md(line)}" for line in warned), ""]
+    return "\n".join(lines)
+
+
+def to_latex(results: Sequence[Results], warned: Sequence[str]) -> str:
+    """Tables to \\input into a document that loads booktabs; the best of a column in bold."""
+    lines = ["% needs \\usepackage{booktabs}"]
+    for found in results:
+        for sheet in sheets(found):
+            lines += ["", *_tex_table(sheet)]
+    lines += ["", *(f"% {_one_line(line)}" for line in warned)] if warned else []
+    return "\n".join(lines) + "\n"
+
+
+def to_tidy_csv(results: Sequence[Results], warned: Sequence[str] = ()) -> str:
+    """One long table of every number; what does not apply is empty."""
+    records = [record for found in results for record in _records(found)]
+    return to_csv(TIDY, [[record.get(column, "") for column in TIDY] for record in records])
+
+
+FORMATS: dict[str, Write] = {"md": to_markdown, "latex": to_latex, "csv": to_tidy_csv}
+SUFFIXES = {".html": "html", ".htm": "html", ".md": "md", ".tex": "latex", ".csv": "csv"}
+
+
+def format_of(out: Path) -> str:
+    """The format a file's name asks for; HTML where it says nothing."""
+    return SUFFIXES.get(out.suffix.lower(), "html")
+
+
+def _records(results: Results) -> Iterator[dict[str, object]]:
+    for row in results.section.rows:
+        about = {"dataset": results.section.title, "method": row.label, "seeds": " ".join(map(str, row.seeds))}
+        estimates = results.estimates[row.label]
+        for candidates, subset, metric in HEADLINE:
+            found = estimates[key_of((candidates, subset, metric))]
+            where = {"table": "accuracy", "quantity": metric, "candidates": candidates, "subset": subset}
+            yield about | where | _spread(found.mean, found.std, found.low, found.high)
+        for name in CONTINUAL:
+            where = {"table": "continual", "quantity": name, "candidates": "sampled", "subset": "all"}
+            yield about | where | _spread(estimates[name].mean, estimates[name].std)
+        for (candidates, subset), intervals in results.intervals.items():
+            gap = intervals.behind.get(row.label)
+            if gap:
+                where = {"table": "difference", "quantity": "ndcg@10", "candidates": candidates, "subset": subset}
+                yield about | where | {"minus": intervals.best} | _spread(gap.mean, math.nan, gap.low, gap.high)
+    for released in priced(results):
+        about = {"dataset": results.section.title, "method": released.row.label}
+        about |= {"seeds": " ".join(map(str, released.seeds)), "table": "privacy"}
+        for release in released.ledger:
+            for name, text in zip(RELEASE, _release_words(released, release), strict=True):
+                yield {**about, "stream": release.stream, "quantity": name, "text": text}
+
+
+def _spread(mean: float, std: float, low: float = math.nan, high: float = math.nan) -> dict[str, object]:
+    return {"mean": mean, "std": std, "low95": low, "high95": high}
+
+
+def _known(results: Results, row: Row) -> float:
+    mean = results.estimates[row.label][ACCURACY[0]].mean
+    return mean if math.isfinite(mean) else -math.inf
+
+
+def _gap(intervals: Intervals, label: str) -> Cell:
+    if label == intervals.best:
+        return Cell("best", best=True)
+    gap = intervals.behind.get(label)
+    return Cell(number(gap.mean), "", interval(gap.low, gap.high), gap.mean) if gap else Cell(MISSING)
+
+
+def _released_by(released: Priced, release: Release) -> str:
+    """The row and the stream; the seeds too, where others of the row released something else."""
+    alike = released.seeds == released.row.seeds
+    seeds = "" if alike else f", seed {', '.join(map(str, released.seeds))}"
+    return f"{released.row.label}{seeds}: {release.stream}"
+
+
+def _release_words(released: Priced, release: Release) -> tuple[str, ...]:
+    return (
+        f"{release.noise_multiplier:g}",
+        f"{release.sampling_rate:g}",
+        str(release.count),
+        str(release.uploads),
+        f"{released.delta:g}",
+        released.epsilon,
+        released.trust,
+        adjacency(released.trust),
+    )
+
+
+def _words(cell: Cell) -> str:
+    return " ".join(part for part in (cell.text, cell.spread.replace("±", "± "), cell.interval) if part)
+
+
+def _md_table(sheet: Sheet) -> list[str]:
+    heads = [_md(" ".join(part for part in (column.group, column.label) if part)) for column in sheet.columns]
+    lines = [f"| method | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
+    for label, cells in sheet.rows:
+        shown = [f"**{_words(cell)}**" if cell.best else _words(cell) for cell in cells]
+        lines.append(f"| {_md(label)} | {' | '.join(map(_md_bar, shown))} |")
+    return lines
+
+
+def _md(text: str) -> str:
+    """Text that Markdown shows as it is."""
+    text = _one_line(text)
+    for character in "\\`*_[]<>#|":
+        text = text.replace(character, f"\\{character}")
+    return text
+
+
+def _md_bar(text: str) -> str:
+    return text.replace("|", "\\|").replace("[", "\\[").replace("]", "\\]")
+
+
+def _tex_table(sheet: Sheet) -> list[str]:
+    body = [
+        f"{_tex_label(label)} & {' & '.join(_tex_bold(cell) for cell in cells)} \\\\" for label, cells in sheet.rows
+    ]
+    return [
+        "\\begin{table*}[t]",
+        "\\centering\\scriptsize\\setlength{\\tabcolsep}{3pt}",
+        f"\\caption{{{_tex(sheet.caption)}}}",
+        f"\\label{{tab:{sheet.name}}}",
+        f"\\begin{{tabular}}{{l{'r' * len(sheet.columns)}}}",
+        "\\toprule",
+        *_tex_groups(sheet.columns),
+        f"method & {' & '.join(_tex(column.label) for column in sheet.columns)} \\\\",
+        "\\midrule",
+        *body,
+        "\\bottomrule",
+        "\\end{tabular}",
+        "\\end{table*}",
+    ]
+
+
+def _tex_label(label: str) -> str:
+    """A row's first cell; after the line break before it, a bare bracket or star would be read as its option."""
+    text = _tex(label)
+    return f"{{{text}}}" if text.lstrip()[:1] in ("[", "*") else text
+
+
+def _tex_groups(columns: Sequence[Column]) -> list[str]:
+    """The upper headings with a rule below each; none where columns have none."""
+    spans: list[tuple[str, int, int]] = []  # heading, first and last column
+    for place, column in enumerate(columns, start=2):
+        if spans and spans[-1][0] == column.group:
+            spans[-1] = (column.group, spans[-1][1], place)
+        else:
+            spans.append((column.group, place, place))
+    if not any(group for group, _, _ in spans):
+        return []
+    heads = [f"\\multicolumn{{{last - first + 1}}}{{c}}{{{_tex(group)}}}" for group, first, last in spans]
+    rules = [f"\\cmidrule(lr){{{first}-{last}}}" for group, first, last in spans if group]
+    return [f" & {' & '.join(heads)} \\\\", "".join(rules)]
+
+
+def _tex_bold(cell: Cell) -> str:
+    number_ = f"\\textbf{{{_tex(cell.text)}}}" if cell.best else _tex(cell.text)
+    return " ".join(part for part in (number_, _tex(cell.spread), _tex(cell.interval)) if part)
+
+
+ESCAPES = {
+    "\\": "\\textbackslash{}",
+    "~": "\\textasciitilde{}",
+    "^": "\\textasciicircum{}",
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    "±": "$\\pm$",
+    "\N{MINUS SIGN}": "$-$",
+    "–": "--",
+    "ε": "$\\varepsilon$",
+    "δ": "$\\delta$",
+    "∞": "$\\infty$",
+    "×": "$\\times$",
+    "<": "$<$",
+    ">": "$>$",
+    "|": "$|$",
+}
+
+
+def _tex(text: str) -> str:
+    """Text that LaTeX sets as it is; letters beyond ASCII stay, for engines and encodings that know them."""
+    return "".join(ESCAPES.get(character, character) for character in _one_line(text))
+
+
+def _one_line(text: str) -> str:
+    return "".join(character if character.isprintable() else " " for character in text)
