@@ -25,6 +25,7 @@ def load(path: Path) -> ModuleType:
 HERE = Path(__file__).parent
 browser = load(HERE / "chromium.py")
 run_folders = load(HERE.parent / "unit" / "report" / "run_folders.py")
+every_section = load(HERE.parent / "unit" / "report" / "every_section.py")
 BINARY = browser.find_chromium()
 pytestmark = [
     pytest.mark.slow,
@@ -55,6 +56,15 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
             folder = root / "runs" / f"{method}-{seed}"
             run_folders.write_run(folder, run_of(level, seed), method=method, seed=seed, users=users)
     text, _ = build(root / "runs")
+    write(text, root / "report.html")
+    return root / "report.html"
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A report in which every section appears."""
+    root = tmp_path_factory.mktemp("full")
+    text, _ = build(every_section.write_every_section(root / "runs"))
     write(text, root / "report.html")
     return root / "report.html"
 
@@ -128,3 +138,80 @@ def test_dark_readers_get_light_ink_in_text_and_in_figures(opened) -> None:  # t
         drawn = opened.evaluate("getComputedStyle(document.querySelector('svg.plot text')).fill")
         paper, text = (sum(int(part) for part in rgb[4:-1].split(", ")) / 3 for rgb in (shade, drawn))
         assert (paper > 200, text < 100) == (paper_is_light, paper_is_light)
+
+
+PARTS = (
+    "In a minute",
+    "At equal ε",
+    "At equal bytes",
+    "Ablations",
+    "Sensitivity",
+    "Steps to 95 %",
+    "Forgetting against accuracy",
+    "Privacy against utility",
+    "Who benefits",
+    "Fairness over time",
+    "Efficiency",
+    "Not shown",
+)
+
+
+def test_the_full_page_has_every_section_and_no_complaint(tab, full: Path) -> None:  # type: ignore[no-untyped-def]
+    tab.resize(1280)
+    tab.open(full.as_uri())
+    assert tab.complaints() == []
+    titles = tab.evaluate("Array.from(document.querySelectorAll('h2, h3'), h => h.textContent)")
+    assert [part for part in PARTS if not any(title.startswith(part) for title in titles)] == []
+    ids = tab.evaluate("Array.from(document.querySelectorAll('[id]'), element => element.id)")
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_full_page_never_scrolls_sideways(tab, full: Path, width: int, scheme: str) -> None:  # type: ignore[no-untyped-def]
+    tab.resize(width)
+    tab.prefer(scheme)
+    tab.open(full.as_uri())
+    tab.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_every_table_of_the_full_page_sorts_by_every_heading(tab, full: Path) -> None:  # type: ignore[no-untyped-def]
+    tab.resize(1280)
+    tab.open(full.as_uri())
+    wrong = """
+    (() => {
+      const wrong = [];
+      for (const table of document.querySelectorAll('table.sortable'))
+        for (const heading of table.querySelectorAll('th[data-column]')) {
+          heading.querySelector('button').click();
+          const column = Number(heading.dataset.column), sign = heading.ariaSort === 'ascending' ? 1 : -1;
+          const values = Array.from(table.tBodies[0].rows, row => row.cells[column].dataset.value)
+            .filter(value => value !== undefined && value !== '').map(Number);
+          if (values.some(isNaN) || values.some((v, i) => i && sign * (v - values[i - 1]) < 0))
+            wrong.push([table.id, column]);
+        }
+      return wrong;
+    })()
+    """
+    assert tab.evaluate(wrong) == []
+    assert tab.complaints() == []
+
+
+def test_every_figure_of_the_full_page_has_its_data_beside_it(tab, full: Path) -> None:  # type: ignore[no-untyped-def]
+    tab.open(full.as_uri())
+    lines = tab.evaluate(
+        "Array.from(document.querySelectorAll('figure'), f => decodeURIComponent("
+        "f.querySelector('a.csv').href.split(',').slice(1).join(',')).trim().split('\\n').length)"
+    )
+    assert len(lines) > 15
+    assert min(lines) > 1
+
+
+def test_the_full_page_prints_its_wide_tables_whole(tab, full: Path) -> None:  # type: ignore[no-untyped-def]
+    tab.open(full.as_uri())
+    tab.call("Emulation.setEmulatedMedia", media="print")
+    hidden = "getComputedStyle(document.querySelector('nav')).display"
+    box = "getComputedStyle(document.querySelector('.scroll')).overflowX"
+    assert (tab.evaluate(hidden), tab.evaluate(box)) == ("none", "visible")
+    tab.call("Emulation.setEmulatedMedia", media="")

@@ -22,7 +22,7 @@ class Curve:
     values: Float[np.ndarray, "seeds T"]
 
 
-def line_plot(curves: Sequence[Curve], *, first_slice: int, title: str, name: str) -> str:
+def line_plot(curves: Sequence[Curve], *, first_slice: int, title: str, name: str, from_zero: bool = False) -> str:
     """All rows over the slices; the line is the mean over seeds, the band one standard deviation to either side."""
     with figure(*LINE_PLOT) as (drawn, axes):
         for curve in curves:
@@ -44,6 +44,8 @@ def line_plot(curves: Sequence[Curve], *, first_slice: int, title: str, name: st
         axes.set_xlabel("slice t")
         axes.set_ylabel(title)
         axes.set_xticks(slices)
+        if from_zero:
+            axes.set_ylim(bottom=0.0)
         axes.grid(axis="y")
         axes.set_axisbelow(True)
         axes.tick_params(length=0)

@@ -39,6 +39,7 @@ class Column:
     hint: str = ""
     lower_is_better: bool = False
     ranked: bool = True  # has a best value
+    text: bool = False  # holds words
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ class Part:
     tables: tuple[Table, ...] = ()
     drawings: tuple[Drawing, ...] = ()
     legend: tuple[tuple[str, str], ...] = ()  # swatch, label
+    small: bool = False  # many small figures, not a few large ones
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,7 @@ def _look() -> Any:
         **dict.fromkeys(inked, INK),
         **dict.fromkeys(faint, FAINT),
         "svg.fonttype": "none",
+        "text.parse_math": False,  # a dollar in a name is a dollar
         "svg.hashsalt": "protofed",
         "font.family": ["DejaVu Sans"],  # measured with the font Matplotlib ships, drawn with the page's
         "axes.spines.top": False,
@@ -102,7 +103,8 @@ def to_inline_svg(drawn: Any, name: str, description: str) -> str:
     for change in (_without_own_style, _in_page_font, _in_page_colours):
         text = change(text)
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)
-    attributes = f'class="plot" role="img" aria-label="{_escaped(description)}"'
+    widest = round(1.45 * 72 * drawn.get_figwidth())  # beyond, its letters would outgrow the page's
+    attributes = f'class="plot" role="img" aria-label="{_escaped(description)}" style="max-width: {widest}px"'
     return re.sub(r'^<svg([^>]*?) width="[^"]*" height="[^"]*"', rf"<svg {attributes}\1", text, count=1)
 
 

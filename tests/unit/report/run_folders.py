@@ -1,5 +1,7 @@
 """Run folders with known numbers, written as a run writes them."""
 
+import csv
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,11 +15,26 @@ from protofed.privacy.ledger import Release, write_ledger
 Users = Mapping[str, Sequence[int]]  # how many queries a user has in each slice 0..T
 Value = Callable[[int, int, str, str, str], float]  # (tested, trained, candidates, subset, metric)
 
+Asked = Callable[[int, str], int]  # how many of a user's queries of a slice are in a subset
 Cells = Sequence[tuple[int, int, str, str]]  # (trained, tested, candidates, subset)
 
 CANDIDATES = ("sampled", "full")
 SUBSETS = ("all", "novel")
 METRICS = ("ndcg@10", "hr@10")
+
+
+def in_every_subset(n: int, subset: str) -> int:
+    return n
+
+
+def half_novel(n: int, subset: str) -> int:
+    """The larger half of a user's queries is novel, the rest repeats."""
+    return {"novel": n - n // 2, "repeat": n // 2}.get(subset, n)
+
+
+def table(text: str) -> list[dict[str, str]]:
+    """The rows of a CSV by its header."""
+    return list(csv.DictReader(io.StringIO(text)))
 
 
 def write_run(
@@ -36,6 +53,8 @@ def write_run(
     environment: Mapping[str, Any] | None = None,
     seconds: Mapping[str, float] | None = None,
     per_user: bool = True,
+    log: Sequence[Mapping[str, Any]] = (),
+    asked: Asked = in_every_subset,
 ) -> Path:
     """A finished run whose every user scores the slice's value, times the user's skill, on each of its queries."""
     users = users or {"ann": (1, 2, 1), "bob": (1, 1, 2), "cleo": (2, 0, 1)}
@@ -44,9 +63,11 @@ def write_run(
     n_slices = len(next(iter(users.values())))
     cells = [(t, s, c, b) for t in range(n_slices) for s in range(n_slices) for c in candidates for b in subsets]
     skill = {user: 1.0 for user in users} | dict(skill or {})
-    write_metrics(folder / "metrics.parquet", cells, value, users, skill)
+    write_metrics(folder / "metrics.parquet", cells, value, users, skill, asked)
     if per_user:
-        write_per_user(folder / "per_user.parquet", cells, value, users, skill)
+        write_per_user(folder / "per_user.parquet", cells, value, users, skill, asked)
+    if log:
+        (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log), encoding="utf-8")
     stages = seconds or {"warm-up": 3.0, "learn": 2.0, "evaluate": 1.0}
     pq.write_table(
         pa.table(
@@ -67,13 +88,21 @@ def config_text(dataset: str, method: str, seed: int, settings: str = "") -> str
     )
 
 
-def write_metrics(path: Path, cells: Cells, value: Value, users: Users, skill: Mapping[str, float]) -> None:
+def write_metrics(
+    path: Path,
+    cells: Cells,
+    value: Value,
+    users: Users,
+    skill: Mapping[str, float],
+    asked: Asked = in_every_subset,
+) -> None:
     rows = []
     for trained, tested, candidates, subset in cells:
-        n = sum(counts[tested] for counts in users.values())
-        n_users = sum(counts[tested] > 0 for counts in users.values())
+        numbers = {user: asked(counts[tested], subset) for user, counts in users.items()}
+        n = sum(numbers.values())
+        n_users = sum(number > 0 for number in numbers.values())
         for metric in METRICS:
-            level = sum(counts[tested] * skill[user] for user, counts in users.items()) / n if n else float("nan")
+            level = sum(number * skill[user] for user, number in numbers.items()) / n if n else float("nan")
             found = level * value(tested, trained, candidates, subset, metric)
             for split in ("val", "test"):
                 shown = found if split == "test" else 0.99  # validation must never reach the page
@@ -93,7 +122,14 @@ def write_metrics(path: Path, cells: Cells, value: Value, users: Users, skill: M
     _write(path, names, kinds, rows)
 
 
-def write_per_user(path: Path, cells: Cells, value: Value, users: Users, skill: Mapping[str, float]) -> None:
+def write_per_user(
+    path: Path,
+    cells: Cells,
+    value: Value,
+    users: Users,
+    skill: Mapping[str, float],
+    asked: Asked = in_every_subset,
+) -> None:
     last = max(cell[0] for cell in cells)
     rows = [
         (
@@ -102,14 +138,14 @@ def write_per_user(path: Path, cells: Cells, value: Value, users: Users, skill: 
             tested,
             candidates,
             subset,
-            counts[tested],
-            counts[tested] * skill[user] * value(tested, trained, candidates, subset, "ndcg@10"),
-            counts[tested] * skill[user] * value(tested, trained, candidates, subset, "hr@10"),
+            asked(counts[tested], subset),
+            asked(counts[tested], subset) * skill[user] * value(tested, trained, candidates, subset, "ndcg@10"),
+            asked(counts[tested], subset) * skill[user] * value(tested, trained, candidates, subset, "hr@10"),
         )
         for trained, tested, candidates, subset in cells
         if trained in (tested, last)
         for user, counts in users.items()
-        if counts[tested]
+        if asked(counts[tested], subset)
     ]
     names = ["user", "slice_trained", "slice_tested", "candidates", "subset", "n", "ndcg10_sum", "hr10_sum"]
     kinds = [pa.string(), pa.int32(), pa.int32(), pa.string(), pa.string(), pa.int64(), pa.float64(), pa.float64()]

@@ -62,10 +62,31 @@ def test_ids_are_unique_and_every_reference_has_its_target(built: str) -> None:
 
 def test_figures_keep_their_text_and_take_the_colours_of_the_page(built: str) -> None:
     plots = re.findall(r'<svg class="plot".*?</svg>', built, flags=re.DOTALL)
-    assert len(plots) == 2 + 2  # two over the slices, one heat map for each row
+    # the leading rows, two over the slices, forgetting, gains by group, fairness, one heat map for each row
+    assert len(plots) == 1 + 2 + 1 + 1 + 1 + 2
     assert all("<text" in plot and "font-family" not in plot and "currentColor" in plot for plot in plots)
     assert not any(colour in built for colour in svg.CSS_COLOURS)
     assert any(">.60</text>" in plot for plot in plots)
+
+
+def test_several_data_sets_share_the_first_page(tmp_path: Path) -> None:
+    for dataset in ("one", "two"):
+        write_run(tmp_path / dataset / "frozen", value, dataset=dataset)
+        write_run(tmp_path / dataset / "ewc", value, dataset=dataset, method="ewc")
+    text, _ = page.build(tmp_path)
+    first = text[: text.index('id="one"')]
+    assert len(re.findall("<table", first)) == 1
+    assert len(re.findall("<li>(?:Best private row|Best row of all|Beyond chance)", first)) == 3
+    assert "on one, ewc with NDCG@10 0.650" in first
+    assert "on two, ewc with NDCG@10 0.650" in first
+
+
+def test_what_the_runs_lack_is_one_collapsed_list_at_the_end(built: str) -> None:
+    _, _, end = built.partition('<h2 id="not-shown">')
+    assert end.lstrip().startswith("</h2>") or end.startswith("Not shown</h2>")
+    listed = re.findall("<li>(.*?)</li>", end[: end.index("</details>")])
+    assert "Ablations: no two protofed-sp rows differ in protofed.ablate (or another single factor) alone." in listed
+    assert "Ablations</h3>" not in built
 
 
 def test_links_hold_the_data_of_their_figure(built: str) -> None:
@@ -83,6 +104,15 @@ def test_a_hostile_name_is_text_and_nothing_else(tmp_path: Path) -> None:
     assert "<b>bold" not in text
     assert "<i>b</i>" not in text
     assert "&lt;script&gt;alert(&#39;x&#39;)&lt;/script&gt;&amp;&#34;\\1" in text
+
+
+def test_dollars_and_long_names_are_drawn_as_they_are(tmp_path: Path) -> None:
+    name = "cost $x$ and $\\frac{1}$ " + "long " * 20
+    write_run(tmp_path / "a", value, method=name)
+    write_run(tmp_path / "b", value, method="ewc")
+    text, _ = page.build(tmp_path)
+    assert "cost $x$ and $\\frac{1}$ long long" in text
+    assert "…" in text
 
 
 def test_releases_bring_the_privacy_card_with_its_claim(built: str, tmp_path: Path) -> None:

@@ -76,6 +76,13 @@ def test_settings_that_all_rivals_share_are_not_in_a_label() -> None:
     assert distinct_labels(["m", "m", "n"], settings) == ["m, y=1", "m, y=2", "n"]
 
 
+def test_what_most_rivals_have_goes_unsaid_and_labels_stay_distinct() -> None:
+    settings = [{"x": 1, "y": 1}, {"x": 2, "y": 1}, {"x": 1, "y": 5}, {"x": 4, "y": 5}]
+    labels = distinct_labels(["m"] * 4, settings)
+    assert labels == ["m, y=1", "m, x=2, y=1", "m, y=5", "m, x=4, y=5"]
+    assert distinct_labels(["m"] * 3, settings[:3]) == ["m", "m, x=2", "m, y=5"]
+
+
 def test_a_slug_is_safe_in_ids_and_file_names() -> None:
     assert slug('Toy "data" / 1<k>') == "toy-data-1-k"
     assert slug("…") == "unnamed"

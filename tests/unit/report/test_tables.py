@@ -10,7 +10,18 @@ from run_folders import write_run
 from protofed.evaluation.forgetting import accuracy
 from protofed.evaluation.significance import PerUser, bootstrap_difference, bootstrap_interval
 from protofed.report.cautions import cautions
-from protofed.report.layout import Column, Estimate, estimate_cells, number, table_of_estimates, to_csv
+from protofed.report.layout import (
+    Cell,
+    Column,
+    Estimate,
+    Line,
+    beside,
+    estimate_cells,
+    number,
+    sort_value,
+    table_of_estimates,
+    to_csv,
+)
 from protofed.report.runs import find_runs
 from protofed.report.sections import group
 from protofed.report.tables import Results, compute, distances, headline, main_matrix, mean_over_slices, strata
@@ -165,6 +176,20 @@ def test_small_columns_get_a_fourth_decimal() -> None:
 def test_rows_without_a_number_come_last() -> None:
     rows = [("none", False, [Estimate(math.nan)]), ("low", False, [Estimate(0.1)]), ("high", False, [Estimate(0.3)])]
     assert [line.label for line in table_of_estimates("t", "", [Column("x")], rows).lines] == ["high", "low", "none"]
+
+
+def test_a_browser_sorts_by_numbers_with_unknown_ones_empty_and_by_words_elsewhere() -> None:
+    cells = [Cell("0.5", value=0.5), Cell("∞", value=math.inf), Cell("–"), Cell(""), Cell("central")]
+    assert [sort_value(cell) for cell in cells] == ["0.5", "Infinity", "", "", None]
+
+
+def test_columns_set_beside_a_table_reach_its_lines_its_footer_and_its_data() -> None:
+    rows = [("a", False, [Estimate(0.5)]), ("b", False, [Estimate(0.25)])]
+    narrow = table_of_estimates("t", "", [Column("x")], rows, (Line("users", (Cell("9"),)),))
+    wide = beside(narrow, [Column("up", "bytes")], {"a": [Cell("1 kB", value=1000.0)], "b": [Cell("–")]})
+    assert [[cell.text for cell in line.cells] for line in wide.lines] == [["0.500", "1 kB"], ["0.250", "–"]]
+    assert [cell.text for cell in wide.footer[0].cells] == ["9", ""]
+    assert wide.csv.splitlines()[-2:] == ["a,bytes up,1000,,,", "b,bytes up,,,,"]
 
 
 def test_numbers_have_a_true_minus_and_no_negative_zero() -> None:

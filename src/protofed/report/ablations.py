@@ -1,0 +1,109 @@
+"""Table 2: what each part of ProtoFed-SP is worth, one factor at a time, paired over users."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from protofed.evaluation.significance import Difference, bootstrap_difference, mean_and_std
+from protofed.report.intervals import per_user
+from protofed.report.layout import Cell, Column, Line, Missing, Part, Table, interval, number, to_csv
+from protofed.report.runs import Measure, Run
+from protofed.report.sections import Row, Section
+from protofed.report.tables import continual, mean_over_slices
+from protofed.report.variants import Ablation, ablations
+from protofed.seeds import seed_of
+
+TITLE = "Ablations"
+MEASURES: tuple[Measure, ...] = (
+    ("sampled", "all", "ndcg@10"),
+    ("sampled", "all", "hr@10"),
+    ("full", "novel", "ndcg@10"),
+)
+HEADINGS = ("NDCG@10 sampled, all", "HR@10 sampled, all", "NDCG@10 full, novel")
+
+
+def ablation_part(section: Section) -> Part | Missing:
+    """Each row with one factor switched, and its distance to the full row on the seeds both have."""
+    found = ablations(section)
+    if not found:
+        return Missing(TITLE, "no two protofed-sp rows differ in protofed.ablate (or another single factor) alone")
+    columns = [
+        Column("mean" if place % 2 == 0 else "minus full", HEADINGS[place // 2], ranked=False) for place in range(6)
+    ]
+    columns += [Column("mean", "AF", "lower is better", ranked=False), Column("minus full", "AF", ranked=False)]
+    lines, tidy = [], []
+    for full in dict.fromkeys(one.full.label for one in found):
+        members = [one for one in found if one.full.label == full]
+        lines.append(_full_line(members[0].full, section))
+        for one in sorted(members, key=lambda one: one.row.label):
+            gaps = [paired(one, measure, section.slug) for measure in MEASURES]
+            lines.append(_line(one, gaps, section))
+            tidy += _tidy(one, gaps)
+    header = ["method", "minus", "seeds", "measure", "mean", "low95", "high95", "p_value"]
+    name = f"{section.slug}-ablations"
+    caption = "95 % paired bootstrap intervals over users, the same seeds for both rows; bold: the interval excludes 0"
+    table = Table(f"{name}-table", caption, tuple(columns), tuple(lines), csv=to_csv(header, tidy))
+    note = (
+        "A negative difference says that the part left out was worth something. AF compares runs, not users, so it has "
+        "no interval."
+    )
+    return Part(name, TITLE, note, (table,))
+
+
+def paired(one: Ablation, measure: Measure, slug: str) -> Difference | None:
+    """The row minus its full one over the same users; None where their queries are unknown or differ."""
+    candidates, subset, metric = measure
+    runs = {name: _of(row, one.seeds) for name, row in (("row", one.row), ("full", one.full))}
+    tables, users = per_user(runs, candidates, subset)
+    a, b = tables.get(("row", metric)), tables.get(("full", metric))
+    if a is None or b is None or not len(users) or (a.counts != b.counts).any():
+        return None
+    rng = np.random.default_rng(seed_of(0, "report", slug, "ablation", *measure))
+    return bootstrap_difference(a, b, rng)
+
+
+def _full_line(full: Row, section: Section) -> Line:
+    cells = [
+        cell
+        for measure in MEASURES
+        for cell in (_mean_cell([mean_over_slices(r, measure) for r in full.runs]), Cell(""))
+    ]
+    forgotten = [continual(run, section.n_candidates)["AF"] for run in full.runs]
+    return Line(full.label, (*cells, _mean_cell(forgotten), Cell("")), marked=True)
+
+
+def _line(one: Ablation, gaps: Sequence[Difference | None], section: Section) -> Line:
+    runs, full = _of(one.row, one.seeds), _of(one.full, one.seeds)
+    cells: list[Cell] = []
+    for measure, gap in zip(MEASURES, gaps, strict=True):
+        cells += [_mean_cell([mean_over_slices(run, measure) for run in one.row.runs]), _gap_cell(gap)]
+    forgotten, before = ([continual(run, section.n_candidates)["AF"] for run in own] for own in (runs, full))
+    change = float(np.mean(forgotten) - np.mean(before))
+    all_forgotten = [continual(run, section.n_candidates)["AF"] for run in one.row.runs]
+    return Line(one.row.label, (*cells, _mean_cell(all_forgotten), Cell(number(change, 4), value=change)))
+
+
+def _tidy(one: Ablation, gaps: Sequence[Difference | None]) -> list[tuple[object, ...]]:
+    seeds = " ".join(map(str, one.seeds))
+    return [
+        (one.row.label, one.full.label, seeds, "/".join(measure), gap.mean, gap.low, gap.high, gap.p_value)
+        for measure, gap in zip(MEASURES, gaps, strict=True)
+        if gap
+    ]
+
+
+def _mean_cell(values: Sequence[float]) -> Cell:
+    mean, std = mean_and_std(np.array(values))
+    return Cell(number(mean), f"±{number(std)}" if math.isfinite(std) else "", value=mean)
+
+
+def _gap_cell(gap: Difference | None) -> Cell:
+    if gap is None:
+        return Cell("–")
+    apart = gap.low > 0 or gap.high < 0
+    return Cell(number(gap.mean), "", interval(gap.low, gap.high), gap.mean, best=apart)
+
+
+def _of(row: Row, seeds: Sequence[int]) -> tuple[Run, ...]:
+    return tuple(run for run in row.runs if run.seed in seeds)

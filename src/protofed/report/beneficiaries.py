@@ -1,0 +1,194 @@
+"""Who benefits: each user's gain of ProtoFed-SP over another row, tested, and the gains of groups."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Bool, Float, Int
+
+from protofed.evaluation.significance import PerUser, bootstrap_difference
+from protofed.evaluation.strata import MIN_QUERIES, TERTILES, benjamini_hochberg, sign_flip_p, tertiles
+from protofed.report.intervals import per_user
+from protofed.report.layout import Drawing, Missing, Part, to_csv
+from protofed.report.plots import Dot, dot_plot, volcano
+from protofed.report.runs import Run
+from protofed.report.sections import Row, Section, slug
+from protofed.report.svg import SERIES, Stroke
+from protofed.report.tables import MAIN, Results, key_of
+from protofed.report.variants import common_runs, flagship, side_rows
+from protofed.seeds import seed_of
+
+TITLE = "Who benefits"
+LEVEL = 0.05
+EXACT_UP_TO = 16  # blocks of queries: 32,768 sign patterns, as the first sign may stay
+CELLS = 1 << 22
+KINDS = ("new_user", "returning", "new_item", "known_item", "repeat", "novel")
+DRIFT = Missing("Gains by drift", "run folders do not hold a user's drift; per_user.parquet would need it as a column")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two rows that answered the same queries of the same users."""
+
+    ours: PerUser
+    other: PerUser
+    users: pa.Array
+
+    @property
+    def counts(self) -> Int[np.ndarray, "U S"]:
+        return self.ours.counts
+
+    def of(self, members: Bool[np.ndarray, " U"]) -> "Pair":
+        """Some of the users."""
+        ours, other = (PerUser(table.sums[members], table.counts[members]) for table in (self.ours, self.other))
+        return Pair(ours, other, self.users.filter(pa.array(members)))
+
+
+@dataclass(frozen=True, slots=True)
+class Gains:
+    """Users with enough queries to test: mean gain per query, p-value, and p after Benjamini and Hochberg."""
+
+    gain: Float[np.ndarray, " U"]
+    p: Float[np.ndarray, " U"]
+    adjusted: Float[np.ndarray, " U"]
+    blocks: Int[np.ndarray, " U"]
+
+
+def benefits(results: Results) -> tuple[Part | Missing, ...]:
+    """The first ProtoFed-SP row against the best row of another method, and against the frozen backbone."""
+    ours, others = flagship(results.section), rivals(results)
+    if ours is None or not others:
+        return (Missing(TITLE, "it takes a protofed-sp row and a row of another method"),)
+    parts: list[Part | Missing] = []
+    for other in others:
+        seeds = [seed for seed in ours.seeds if seed in other.seeds]
+        parts.append(_against(results.section, ours, other, seeds))
+    return (*parts, DRIFT)
+
+
+def rivals(results: Results) -> tuple[Row, ...]:
+    """The best row of another method and the frozen one, without repeats."""
+    section = results.section
+    aside = side_rows(section)
+    others = [row for row in section.rows if row.method != "protofed-sp" and row.label not in aside]
+    others.sort(key=lambda row: (-np.nan_to_num(results.estimates[row.label][key_of(MAIN)].mean), row.label))
+    return tuple(others[:1] + [row for row in others[1:] if row.method == "frozen"][:1])
+
+
+def _against(section: Section, ours: Row, other: Row, seeds: Sequence[int]) -> Part | Missing:
+    title = f"{TITLE}: {ours.label} against {other.label}"
+    runs = common_runs({"ours": ours, "other": other}, seeds)
+    whole = pair(runs, "all")
+    if not seeds or whole is None:
+        return Missing(title, "the two rows share no seed, or did not keep the same users and queries")
+    name = f"{section.slug}-benefits-{slug(other.label)}"
+    drawings = [_dots(f"{name}-groups", groups_of(runs, whole))]
+    gains = user_gains(whole, pair(runs, "novel", whole.users), seed=0)
+    if len(gains.p):
+        drawings.insert(0, _volcano(f"{name}-volcano", gains))
+    averaged = f"seeds {', '.join(map(str, seeds))} averaged first" if len(seeds) > 1 else f"seed {seeds[0]}"
+    return Part(name, title, _note(gains, len(whole.users), averaged), drawings=tuple(drawings))
+
+
+def pair(runs: Mapping[str, Sequence[Run]], subset: str, among: pa.Array | None = None) -> Pair | None:
+    """NDCG@10 of both rows by user and slice, sampled candidates; None where their queries differ or are unknown."""
+    tables, users = per_user(runs, "sampled", subset, among=among)
+    ours, other = tables.get(("ours", "ndcg@10")), tables.get(("other", "ndcg@10"))
+    if ours is None or other is None or not len(users) or (ours.counts != other.counts).any():
+        return None
+    return Pair(ours, other, users)
+
+
+def user_gains(whole: Pair, novel: Pair | None, *, seed: int) -> Gains:
+    """Every user with at least 6 blocks of queries, tested by flipping the signs of whole blocks.
+
+    Run folders keep sums and not single queries: a block is what a user was asked in one slice, novel events and
+    repeats apart. Queries of a block flip together, which costs power and never invents evidence.
+    """
+    differences, counts = _blocks(whole, novel)
+    n_blocks = (counts > 0).sum(1)
+    tested = n_blocks >= MIN_QUERIES
+    rows = [row[n > 0] for row, n in zip(differences[tested], counts[tested], strict=True)]
+    p = block_p(rows, seed=seed)
+    gain = differences[tested].sum(1) / counts[tested].sum(1)
+    return Gains(gain, p, benjamini_hochberg(p), n_blocks[tested])
+
+
+def block_p(rows: Sequence[Float[np.ndarray, " _"]], *, seed: int) -> Float[np.ndarray, " U"]:
+    """The two-sided sign-flip p-value of each row; up to 16 blocks all sign patterns count, equal sizes at once."""
+    p = np.full(len(rows), np.nan)
+    sizes = np.array([len(row) for row in rows], dtype=np.int64)
+    for n in np.unique(sizes).tolist():
+        members = np.flatnonzero(sizes == n).tolist()
+        if n > EXACT_UP_TO:
+            p[members] = [
+                sign_flip_p(rows[u], np.random.default_rng(seed_of(seed, "sign-flip", int(u)))) for u in members
+            ]
+            continue
+        signs = np.array([(1.0, *rest) for rest in product((-1.0, 1.0), repeat=n - 1)])  # (2^(n-1), n)
+        for part in np.array_split(members, 1 + len(members) * len(signs) // CELLS):
+            stack = np.array([rows[u] for u in part.tolist()]).reshape(len(part), n)
+            bar = np.abs(stack.sum(1)) - 1e-9 * np.abs(stack).sum(1)
+            p[part] = (np.abs(signs @ stack.T) >= bar).mean(0)
+    return p
+
+
+def _blocks(whole: Pair, novel: Pair | None) -> tuple[np.ndarray, np.ndarray]:
+    """Differences of sums and numbers of queries, a column per slice and kind: novel events, then all others."""
+    sums, counts = whole.ours.sums - whole.other.sums, whole.counts
+    if novel is None:
+        return sums, counts
+    new_sums, new_counts = novel.ours.sums - novel.other.sums, novel.counts
+    rest = np.where(counts > new_counts, sums - new_sums, 0.0)
+    return np.concatenate([new_sums, rest], axis=1), np.concatenate([new_counts, counts - new_counts], axis=1)
+
+
+def groups_of(runs: Mapping[str, Sequence[Run]], whole: Pair) -> list[tuple[str, Pair]]:
+    """Each group's name and tables: everybody, thirds by activity, then kinds of events; only those with queries."""
+    asked = whole.counts.sum(1)
+    third = tertiles(asked, asked > 0)
+    thirds = [(f"activity: {label} third", whole.of(third == code)) for code, label in enumerate(TERTILES)]
+    kinds = [(kind.replace("_", " "), found) for kind in KINDS if (found := pair(runs, kind))]
+    groups = [("everybody", whole), *reversed(thirds), *kinds]
+    return [(label, found) for label, found in groups if found.counts.any()]
+
+
+def _dots(name: str, groups: Sequence[tuple[str, Pair]]) -> Drawing:
+    dots, tidy = [], []
+    for label, found in groups:
+        n_users = int(found.counts.any(1).sum())
+        gap = bootstrap_difference(found.ours, found.other, np.random.default_rng(seed_of(0, "report", name, label)))
+        look = Stroke(SERIES[2] if gap.low > 0 else SERIES[1] if gap.high < 0 else SERIES[6], (), "o")
+        dots.append(Dot(f"{label} ({n_users:,})", look, gap.mean, gap.low, gap.high, strong=label == "everybody"))
+        tidy.append((label, n_users, int(found.counts.sum()), gap.mean, gap.low, gap.high, gap.p_value))
+    svg = dot_plot(dots, x="gain in NDCG@10", name=name, about="gain in NDCG@10 by group", zero=True)
+    header = ["group", "users", "queries", "gain", "low95", "high95", "p_value"]
+    return Drawing(name, "Gain by group (users), 95 % interval over users", svg, to_csv(header, tidy))
+
+
+def _volcano(name: str, gains: Gains) -> Drawing:
+    found = gains.adjusted <= LEVEL
+    about = "each user's gain against the evidence for it"
+    svg = volcano(gains.gain, -np.log10(gains.p), found, line=-np.log10(LEVEL), name=name, about=about)
+    order = np.lexsort((gains.gain, gains.p))
+    columns = (gains.gain, gains.p, gains.adjusted, gains.blocks)
+    tidy = [tuple(column[place].item() for column in columns) for place in order]
+    csv = to_csv(["gain", "p_value", "p_adjusted", "blocks"], tidy)
+    return Drawing(name, "Each user's gain against the evidence for it; dashed: p = 0.05 uncorrected", svg, csv)
+
+
+def _note(gains: Gains, n_users: int, averaged: str) -> str:
+    found = gains.adjusted <= LEVEL
+    up, down = int((found & (gains.gain > 0)).sum()), int((found & (gains.gain <= 0)).sum())
+    tested = (
+        f"{len(gains.p):,} of {n_users:,} users have the {MIN_QUERIES} blocks of queries that a test needs (a block: a "
+        "user's novel or repeated events of one slice; run folders keep no single queries); after Benjamini and "
+        f"Hochberg at {LEVEL:g}, {up:,} gain (green) and {down:,} lose (orange). "
+    )
+    return (
+        f"NDCG@10, sampled candidates, {averaged}. {tested}Groups are dots with intervals and not a "
+        "radar, whose area depends on the order of its axes and which has no room for intervals. Activity is counted "
+        "in test queries over all slices; a user can be new in one slice and returning in the next."
+    )

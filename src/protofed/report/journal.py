@@ -1,0 +1,53 @@
+"""A run's log.jsonl: what its method told about each slice, costs and validation traces among it."""
+
+import contextlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from protofed.evaluation.adaptation import Trace
+
+Record = Mapping[str, Any]
+
+
+def read_journal(path: Path) -> tuple[Record, ...]:
+    """What was told of slices 1..T, by slice; a resumed run repeats a slice, and the last word counts."""
+    told: dict[int, Record] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        with contextlib.suppress(json.JSONDecodeError):  # a line that a kill cut off
+            record = json.loads(line)
+            if isinstance(record, dict) and record.get("stage") == "learn" and _whole(record.get("slice")):
+                told[record["slice"]] = record
+    return tuple(told[index] for index in sorted(told) if index > 0)
+
+
+def told_mean(journal: Sequence[Record], name: str) -> float:
+    """The mean of a number over the slices that tell it; NaN where none does."""
+    values = [float(record[name]) for record in journal if _number(record.get(name))]
+    return float(np.mean(values)) if values else math.nan
+
+
+def traces(journal: Sequence[Record], batch_size: int) -> dict[int, Trace]:
+    """The validation trace of each slice whose training kept one: a point before the first epoch and after each.
+
+    Where clients train too, the trace is that of new item rows alone and says nothing about the method: left out.
+    """
+    found = {}
+    for record in journal:
+        values = record.get("validation_ndcg10")
+        if values and "active_clients" not in record and _number(record.get("steps_per_epoch")):
+            steps = np.arange(len(values)) * int(record["steps_per_epoch"])
+            found[int(record["slice"])] = Trace(steps, steps * batch_size, np.array(values, dtype=np.float64))
+    return found
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

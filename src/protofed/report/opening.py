@@ -1,0 +1,146 @@
+"""The first page: three sentences, one table and one figure, all made from the numbers."""
+
+import math
+from collections.abc import Sequence
+
+from protofed.report.layout import Cell, Column, Drawing, Estimate, Table, beside, number, table_of_estimates, to_csv
+from protofed.report.plots import Dot, dot_plot
+from protofed.report.prices import epsilon_text
+from protofed.report.sections import Row
+from protofed.report.svg import SERIES, Stroke
+from protofed.report.tables import MAIN, Results, key_of
+from protofed.report.variants import side_rows
+
+KEY = key_of(MAIN)
+MOST_DOTS = 14  # rows of the figure; the best ones, and all of ProtoFed-SP and all trivial ones among them
+OURS, OTHERS, TRIVIAL = Stroke(SERIES[1], (), "D"), Stroke(SERIES[0], (), "o"), Stroke(SERIES[6], (), "s")
+SHORT = ((MAIN, "NDCG@10"), (("sampled", "all", "hr@10"), "HR@10"))
+LONG = (*SHORT, (("full", "novel", "ndcg@10"), "NDCG@10 full, novel"))
+
+
+def sentences(results: Sequence[Results]) -> tuple[str, str, str]:
+    """The best private row, the best row of all, and what of it is beyond chance; data sets side by side."""
+    private = "; ".join(_in(results, found, _best_private(found)) for found in results)
+    overall = "; ".join(_in(results, found, _best(found)) for found in results)
+    sure = "; ".join(_in(results, found, _significant(found)) for found in results)
+    return f"Best private row: {private}.", f"Best row of all: {overall}.", f"Beyond chance over users: {sure}."
+
+
+def overview(results: Sequence[Results]) -> Table:
+    """Rows of the overall comparison: NDCG@10 and HR@10 of every data set, as Table 1 of the paper."""
+    measures = LONG if len(results) == 1 else SHORT
+    columns = [
+        Column(
+            words,
+            found.section.title if len(results) > 1 else "",
+            f"mean of A[t, t], {measure[0]}, {measure[1]} events",
+        )
+        for found in results
+        for measure, words in measures
+    ]
+    by_label = {row.label: row for found in results for row in compared(found)}
+    rows = [
+        (label, row.is_trivial, [_estimate(found, label, key_of(m)) for found in results for m, _ in measures])
+        for label, row in by_label.items()
+    ]
+    table = table_of_estimates("overview", "", columns, rows)
+    return beside(table, *_epsilons(results, list(by_label)))
+
+
+def forest(found: Results) -> Drawing:
+    """NDCG@10 of the leading rows with their intervals over users."""
+    name = f"{found.section.slug}-forest"
+    rows = sorted(compared(found), key=lambda row: (-_known(found, row), row.label))
+    ours = [row for row in rows if row.method == "protofed-sp" or row.is_trivial]
+    shown = [row for row in rows if row in ours or row in rows[: max(0, MOST_DOTS - len(ours))]][:MOST_DOTS]
+    dots, tidy = [], []
+    for row in shown:
+        e = found.estimates[row.label][KEY]
+        look = OURS if row.method == "protofed-sp" else TRIVIAL if row.is_trivial else OTHERS
+        dots.append(Dot(row.label, look, e.mean, e.low, e.high, strong=row.method == "protofed-sp"))
+        tidy.append((row.label, e.mean, e.low, e.high))
+    left = len(rows) - len(shown)
+    caption = f"{found.section.title}: NDCG@10, all events, sampled candidates, 95 % interval over users"
+    caption += f"; {left} more in the table" if left else ""
+    svg = dot_plot(dots, x="NDCG@10", name=name, about=caption)
+    return Drawing(name, caption, svg, to_csv(["method", "mean", "low95", "high95"], tidy))
+
+
+def compared(found: Results) -> list[Row]:
+    """The rows of the overall comparison: ablations and sweeps have tables of their own."""
+    aside = side_rows(found.section)
+    return [row for row in found.section.rows if row.label not in aside]
+
+
+def left_out(results: Sequence[Results]) -> int:
+    return sum(len(found.section.rows) - len(compared(found)) for found in results)
+
+
+def _best_private(found: Results) -> str:
+    prices = found.prices
+    promised = [label for label, price in prices.items() if not math.isinf(price.released)]
+    known = [row for row in compared(found) if row.label in promised and math.isfinite(_known(found, row))]
+    if not known:
+        return "none released anything under a ledger, so no row carries a privacy claim"
+    best = max(known, key=lambda row: _known(found, row))
+    return f"{best.label} with NDCG@10 {number(_known(found, best))} ({prices[best.label].words})"
+
+
+def _best(found: Results) -> str:
+    rows = [row for row in compared(found) if math.isfinite(_known(found, row))]
+    if not rows:
+        return "no row ranked sampled candidates"
+    best = max(rows, key=lambda row: _known(found, row))
+    trivial = max((row for row in rows if row.is_trivial), key=lambda row: _known(found, row), default=None)
+    if best.is_trivial:
+        return f"{best.label}, a trivial row, with NDCG@10 {number(_known(found, best))}"
+    bar = f" (best trivial row: {trivial.label}, {number(_known(found, trivial))})" if trivial else ""
+    return f"{best.label} with NDCG@10 {number(_known(found, best))}{bar}"
+
+
+def _significant(found: Results) -> str:
+    intervals = found.intervals[MAIN[0], MAIN[1]]
+    labels = [row.label for row in compared(found)]
+    rivals = [label for label in labels if label in intervals.behind and label != intervals.best]
+    if not rivals or intervals.best not in labels:
+        return "nothing to compare with"
+    close = [label for label in rivals if intervals.behind[label].high >= 0]
+    if not close:
+        return f"{intervals.best} is ahead of {f'all {len(rivals)} other rows' if len(rivals) > 1 else rivals[0]}"
+    behind = len(rivals) - len(close)
+    ahead = f"{intervals.best} is ahead of {behind} of {len(rivals)} other rows"
+    return f"{ahead}, and not distinguishable from {', '.join(close)}"
+
+
+def _in(results: Sequence[Results], found: Results, words: str) -> str:
+    return f"on {found.section.title}, {words}" if len(results) > 1 else words
+
+
+def _known(found: Results, row: Row) -> float:
+    mean = found.estimates[row.label][KEY].mean
+    return mean if math.isfinite(mean) else -math.inf
+
+
+def _estimate(found: Results, label: str, key: str) -> Estimate:
+    return found.estimates[label][key] if label in found.estimates else Estimate(math.nan)
+
+
+def _epsilons(results: Sequence[Results], labels: Sequence[str]) -> tuple[list[Column], dict[str, list[Cell]]]:
+    """A column of ε where something was released; the dearest data set counts."""
+    prices: dict[str, list[float]] = {}
+    for found in results:
+        for label, price in found.prices.items():
+            prices.setdefault(label, []).append(price.released)
+    if not prices:
+        return [], {label: [] for label in labels}
+    cells = {label: [_epsilon_cell(prices.get(label, ()))] for label in labels}
+    return [
+        Column("ε", "", "of the whole ledger, against who sees what is released; blank: no claim", ranked=False)
+    ], cells
+
+
+def _epsilon_cell(values: Sequence[float]) -> Cell:
+    if not values:
+        return Cell("")
+    value = math.nan if any(math.isnan(value) for value in values) else max(values)
+    return Cell("unpriced" if math.isnan(value) else epsilon_text(value), value=value)

@@ -1,0 +1,120 @@
+"""What privacy cost: ε of every row that released something, priced from its ledger."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from protofed.errors import MissingExtra
+from protofed.privacy.accountant import Adversary, adjacency, epsilon, rounded_up
+from protofed.privacy.ledger import Ledger, Trust
+from protofed.report.layout import MISSING, Cell, Column, Line, Table, to_csv
+from protofed.report.runs import Run
+from protofed.report.sections import Row, Section
+
+UNPRICED = "dp-accounting is not installed, so ε is unknown here; `protofed privacy --ledger FILE` computes it"
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """ε of a whole ledger against who sees what is released and against the server; NaN: dp-accounting is absent."""
+
+    ledger: Ledger
+    delta: float
+    trust: Trust
+    released: float
+    server: float
+
+    @property
+    def known(self) -> bool:
+        return not math.isnan(self.released)
+
+    @property
+    def words(self) -> str:
+        """ε with what it means nothing without, or its inputs where it is unknown."""
+        if not self.known:
+            return inputs(self.ledger)
+        return f"ε = {epsilon_text(self.released)}, δ = {self.delta:g}, {self.trust} trust"
+
+
+def row_price(row: Row) -> Price | None:
+    """The dearest of the row's seeds; None where nothing was released."""
+    prices = [price(run) for run in row.runs if run.releases]
+    return max(prices, key=lambda found: found.released if found.known else 0.0, default=None)
+
+
+def price(run: Run) -> Price:
+    """What the run's ledger comes to."""
+    delta = float(run.config.get("privacy", {}).get("delta", 1e-5))
+    released, server = (_priced(run.releases, delta, run.trust, adversary) for adversary in ("release", "server"))
+    return Price(run.releases, delta, run.trust, released, server)
+
+
+def prices_of(section: Section) -> dict[str, Price]:
+    """The price of every row that released something, by its label."""
+    found = {row.label: row_price(row) for row in section.rows}
+    return {label: known for label, known in found.items() if known}
+
+
+def equal_groups(prices: Mapping[str, Price]) -> dict[str, tuple[str, ...]]:
+    """Rows by budget: the same ε to one decimal, δ and trust; without dp-accounting, the same releases.
+
+    A ledger without noise promises nothing and is in no group.
+    """
+    groups: dict[str, list[str]] = {}
+    for label, found in prices.items():
+        if math.isinf(found.released):
+            continue
+        words = f"ε = {found.released:.1f}, δ = {found.delta:g}, {found.trust} trust" if found.known else found.words
+        groups.setdefault(words, []).append(label)
+    return {words: tuple(labels) for words, labels in sorted(groups.items())}
+
+
+def inputs(ledger: Ledger) -> str:
+    """What ε is computed from: every stream's noise, sampling rate and rounds."""
+    parts = [f"{r.stream}: noise {r.noise_multiplier:g}, rate {r.sampling_rate:g}, {r.count} rounds" for r in ledger]
+    return "; ".join(parts)
+
+
+def privacy_table(prices: Sequence[tuple[str, str, Price]]) -> Table | None:
+    """Private rows as (data set, label, price), ε against both adversaries; None where nothing was released."""
+    if not prices:
+        return None
+    several = len({title for title, _, _ in prices}) > 1
+    lines = tuple(
+        Line(f"{title}: {label}" if several else label, _price_cells(found)) for title, label, found in prices
+    )
+    columns = (
+        Column("who sees the releases", "ε against", "PLD accountant, rounded up", lower_is_better=True, ranked=False),
+        Column("the server", "ε against", "central trust promises nothing against it", ranked=False),
+        Column("δ", ranked=False),
+        Column("trust", ranked=False, text=True),
+        Column("neighbouring logs", ranked=False, text=True),
+        Column("releases", ranked=False, text=True),
+    )
+    tidy = [
+        (title, label, p.released, p.server, p.delta, p.trust, adjacency(p.trust), inputs(p.ledger))
+        for title, label, p in prices
+    ]
+    header = ["dataset", "method", "epsilon_release", "epsilon_server", "delta", "trust", "adjacency", "releases"]
+    return Table("prices", "", columns, lines, csv=to_csv(header, tidy), corner="private row")
+
+
+def _price_cells(found: Price) -> tuple[Cell, ...]:
+    numbers = tuple(Cell(epsilon_text(value), value=value) for value in (found.released, found.server))
+    texts = tuple(Cell(text) for text in (found.trust, adjacency(found.trust), inputs(found.ledger)))
+    return (*numbers, Cell(f"{found.delta:g}", value=found.delta), *texts)
+
+
+def epsilon_text(value: float) -> str:
+    """ε to two decimals, ∞ where nothing is promised, a dash where it is unknown."""
+    return "∞" if math.isinf(value) else MISSING if math.isnan(value) else f"{value:.2f}"
+
+
+def _priced(ledger: Ledger, delta: float, trust: Trust, adversary: Adversary) -> float:
+    """ε rounded up, infinite where nothing is promised, NaN where it cannot be computed here."""
+    try:
+        found = epsilon(ledger, delta, adversary=adversary, trust=trust)
+    except MissingExtra:
+        return math.nan
+    up = rounded_up(found)
+    return math.inf if up is None else up

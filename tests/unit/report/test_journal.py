@@ -1,0 +1,37 @@
+"""What log.jsonl tells is read as the last word on each slice, and only where it is about the method."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from protofed.report.journal import read_journal, told_mean, traces
+
+LINES = """{"slice": 0, "stage": "warm-up", "epochs": 3, "validation_ndcg10": [0.1]}
+{"slice": 0, "stage": "learn", "bytes_up": 999}
+{"slice": 2, "stage": "learn", "bytes_up": 30, "steps_per_epoch": 7, "validation_ndcg10": [0.2, 0.4]}
+{"slice": 1, "stage": "learn", "bytes_up": 1}
+{"slice": 1, "stage": "learn", "bytes_up": 10, "bytes_down": true}
+{"slice": 3, "stage": "lea"""
+
+
+def test_the_last_word_on_a_slice_counts_and_the_base_block_does_not(tmp_path: Path) -> None:
+    (tmp_path / "log.jsonl").write_text(LINES)
+    journal = read_journal(tmp_path / "log.jsonl")
+    assert [record["slice"] for record in journal] == [1, 2]
+    assert told_mean(journal, "bytes_up") == 20.0
+    assert math.isnan(told_mean(journal, "bytes_down"))
+    assert read_journal(tmp_path / "none.jsonl") == ()
+
+
+def test_a_trace_has_a_point_before_the_first_epoch_and_after_each() -> None:
+    (trace,) = traces([{"slice": 2, "steps_per_epoch": 7, "validation_ndcg10": [0.2, 0.4, 0.3]}], 64).values()
+    assert trace.steps.tolist() == [0, 7, 14]
+    assert trace.samples.tolist() == [0, 448, 896]
+    assert trace.values == pytest.approx([0.2, 0.4, 0.3])
+
+
+def test_a_trace_of_new_rows_beside_training_clients_is_not_the_methods() -> None:
+    told = {"steps_per_epoch": 7, "validation_ndcg10": [0.2]}
+    journal = [{"slice": 1, "active_clients": 5, **told}, {"slice": 2, "validation_ndcg10": []}, {"slice": 3, **told}]
+    assert list(traces(journal, 64)) == [3]

@@ -1,0 +1,305 @@
+"""The data of every table and figure equals what a slow, obvious computation from the run files gives."""
+
+import math
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from every_section import LEDGER, N_SLICES, USERS, WEAK, write_every_section
+from run_folders import table, write_run
+
+from protofed.evaluation.fairness import user_disparity
+from protofed.evaluation.significance import PerUser, bootstrap_difference
+from protofed.privacy.accountant import gaussian_epsilon
+from protofed.report.ablations import ablation_part
+from protofed.report.costs import cost_of, count, efficiency, equal_bytes, size
+from protofed.report.disparity import fairness
+from protofed.report.layout import Missing, Part
+from protofed.report.opening import compared, forest, overview, sentences
+from protofed.report.overall import equal_epsilon, headline_with_costs
+from protofed.report.page import answers
+from protofed.report.plasticity import adaptation, frontier_part
+from protofed.report.plots import frontier
+from protofed.report.runs import find_runs
+from protofed.report.sections import Section, group
+from protofed.report.sensitivity import sensitivity
+from protofed.report.svg import Stroke, stroke
+from protofed.report.tables import Results, compute
+from protofed.report.tradeoff import tradeoff
+from protofed.seeds import seed_of
+
+FULL, ABLATED = "protofed-sp (reference)", "protofed-sp (reference, without long)"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_every_section(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def results(root: Path) -> Results:
+    (section,) = group(find_runs(root)[0])
+    return compute(section)
+
+
+@pytest.fixture(scope="module")
+def section(results: Results) -> Section:
+    return results.section
+
+
+def looks(section: Section) -> dict[str, Stroke]:
+    return {row.label: stroke(place) for place, row in enumerate(section.rows)}
+
+
+def a_matrix(folder: Path) -> np.ndarray:
+    """A[s, t] of NDCG@10, all events, sampled candidates, read row by row."""
+    a = np.full((N_SLICES + 1, N_SLICES + 1), np.nan)
+    for row in pq.read_table(folder / "metrics.parquet").to_pylist():
+        wanted = (row["split"], row["candidates"], row["subset"], row["metric"]) == (
+            "test",
+            "sampled",
+            "all",
+            "ndcg@10",
+        )
+        if wanted:
+            a[row["slice_tested"], row["slice_trained"]] = row["value"]
+    return a
+
+
+def accuracy(folder: Path) -> float:
+    return float(np.mean([a_matrix(folder)[t, t] for t in range(1, N_SLICES + 1)]))
+
+
+def forgetting(folder: Path) -> float:
+    a = a_matrix(folder)
+    return float(np.mean([a[s, s:N_SLICES].max() - a[s, N_SLICES] for s in range(N_SLICES)]))
+
+
+def by_user(folder: Path, subset: str = "all", candidates: str = "sampled") -> tuple[np.ndarray, np.ndarray]:
+    """NDCG@10 sums and queries of A[t, t], t = 0..T, users in the order of their names."""
+    names = sorted(USERS)
+    sums, counts = np.zeros((len(names), N_SLICES + 1)), np.zeros((len(names), N_SLICES + 1), dtype=np.int64)
+    for row in pq.read_table(folder / "per_user.parquet").to_pylist():
+        same = row["slice_trained"] == row["slice_tested"]
+        if same and (row["candidates"], row["subset"]) == (candidates, subset):
+            place = names.index(row["user"]), row["slice_tested"]
+            sums[place], counts[place] = row["ndcg10_sum"], row["n"]
+    return sums, counts
+
+
+def part(found: Part | Missing) -> Part:
+    assert isinstance(found, Part), found
+    return found
+
+
+def test_these_runs_fill_every_part_but_those_that_no_run_folder_can(results: Results, section: Section) -> None:
+    found = answers(results, looks(section))
+    missing = [one.title for one in found if isinstance(one, Missing)]
+    assert missing == ["Gains by drift", "Exposure of head and tail items", "On-device memory"]
+    assert len({one.name for one in found if isinstance(one, Part)}) == len(found) - 3
+
+
+def test_runs_that_contain_nothing_leave_one_line_for_each_part(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", lambda *_: 0.5, per_user=False)
+    (only,) = group(find_runs(tmp_path)[0])
+    found = answers(compute(only), looks(only))
+    assert [one.title for one in found if isinstance(one, Part)] == ["Efficiency"]
+    assert all(one.why and "\n" not in one.why for one in found if isinstance(one, Missing))
+
+
+def test_an_ablation_is_the_paired_difference_on_the_common_seed(root: Path, section: Section) -> None:
+    (shown,) = part(ablation_part(section)).tables
+    (row,) = [row for row in table(shown.csv) if row["measure"] == "sampled/all/ndcg@10"]
+    ours, full = (by_user(root / name) for name in ("no-long", "sp-0"))
+    rng = np.random.default_rng(seed_of(0, "report", section.slug, "ablation", "sampled", "all", "ndcg@10"))
+    slow = bootstrap_difference(*(PerUser(sums[:, 1:], counts[:, 1:]) for sums, counts in (ours, full)), rng)
+    assert (row["method"], row["minus"], row["seeds"]) == (ABLATED, FULL, "0")
+    read = [float(row[name]) for name in ("mean", "low95", "high95", "p_value")]
+    assert read == pytest.approx([slow.mean, slow.low, slow.high, slow.p_value], rel=1e-5)
+    assert slow.mean == pytest.approx(accuracy(root / "no-long") - accuracy(root / "sp-0"))
+    assert shown.lines[0].marked
+    assert shown.lines[1].cells[-1].value == pytest.approx(forgetting(root / "no-long") - forgetting(root / "sp-0"))
+
+
+def test_sensitivity_is_the_mean_and_spread_over_seeds_at_each_value(root: Path, section: Section) -> None:
+    (drawing,) = part(sensitivity(section)).drawings
+    rows = {float(row["value"]): row for row in table(drawing.csv)}
+    seeds = [accuracy(root / f"sp-{seed}") for seed in (0, 1)]
+    assert float(rows[1.0]["mean"]) == pytest.approx(np.mean(seeds), rel=1e-5)
+    assert float(rows[1.0]["std"]) == pytest.approx(np.std(seeds, ddof=1), rel=1e-4)
+    assert float(rows[4.0]["mean"]) == pytest.approx(accuracy(root / "lambda"), rel=1e-5)
+    assert rows[4.0]["std"] == ""
+
+
+def test_steps_are_the_first_point_that_reaches_95_percent_of_the_best(section: Section) -> None:
+    found = part(adaptation(section, looks(section)))
+    rows = table(found.drawings[0].csv)
+    assert [row["slice"] for row in rows] == ["1", "2", "3", "4"]
+    # 0.2, 0.4, 0.5, 0.49 after 0, 10, 20, 30 steps of 64 windows: 0.475 is reached with the third
+    assert {(row["method"], row["steps"], row["windows"]) for row in rows} == {("finetune-last", "20", "1280")}
+    assert "No trace:" in found.note
+    assert "frozen" in found.note
+
+
+def test_the_plane_holds_forgetting_and_accuracy_of_every_row(root: Path, results: Results, section: Section) -> None:
+    (drawing,) = part(frontier_part(results, looks(section))).drawings
+    rows = {row["method"]: row for row in table(drawing.csv)}
+    assert set(rows) == {row.label for row in section.rows}
+    assert float(rows["fedavg"]["AF"]) == pytest.approx(forgetting(root / "fedavg"), rel=1e-5)
+    assert float(rows["fedavg"]["ndcg@10"]) == pytest.approx(accuracy(root / "fedavg"), rel=1e-5)
+
+
+def test_the_frontier_is_who_nobody_beats_in_both() -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.integers(0, 6, size=(2, 40)).astype(float)
+    x[3] = math.nan
+    slow = [
+        not math.isnan(x[i])
+        and not any(x[j] <= x[i] and y[j] >= y[i] and (x[j] < x[i] or y[j] > y[i]) for j in range(40))
+        for i in range(40)
+    ]
+    assert frontier(x, y).tolist() == slow
+
+
+def test_privacy_against_utility_goes_by_epsilon_of_the_ledgers(root: Path, results: Results) -> None:
+    found = part(tradeoff(results))
+    first, second = (table(drawing.csv) for drawing in found.drawings)
+    expected = {}
+    for name, ledger in (("weak", WEAK), ("sp", LEDGER)):
+        exact = gaussian_epsilon(math.sqrt(ledger[0]["count"]) / ledger[0]["noise_multiplier"], 1e-5)
+        runs = [root / f"{name}-{seed}" for seed in (0, 1)]
+        expected[exact] = np.mean([accuracy(run) for run in runs]), np.mean([forgetting(run) for run in runs])
+    for place, rows in enumerate((first, second)):
+        noised = [row for row in rows if row["ε (PLD)"]]
+        assert [float(row["ε (PLD)"]) for row in noised] == pytest.approx(sorted(expected), abs=1e-4)
+        means = [expected[exact][place] for exact in sorted(expected)]
+        assert [float(row["mean"]) for row in noised] == pytest.approx(means, rel=1e-5)
+    (free,) = [row for row in first if not row["ε (PLD)"]]
+    assert (free["method"], float(free["mean"])) == (
+        "protofed-sp (nodp)",
+        pytest.approx(accuracy(root / "nodp"), rel=1e-5),
+    )
+
+
+def test_without_dp_accounting_the_axis_is_the_noise_and_the_page_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("dp_accounting", "dp_accounting.pld"):
+        monkeypatch.setitem(sys.modules, module, None)
+    for z in (1.0, 2.0):
+        ledger = [{"noise_multiplier": z, "sampling_rate": 0.5, "count": 4}]
+        settings = f"[privacy]\nnoise_multiplier = {z}\n"
+        write_run(tmp_path / str(z), lambda *_: 0.5, method="protofed-sp", settings=settings, ledger=ledger)
+    (only,) = group(find_runs(tmp_path)[0])
+    found = part(tradeoff(compute(only)))
+    assert "dp-accounting is not installed" in found.note
+    assert {line.cells[-1].text for line in overview([compute(only)]).lines} == {"unpriced"}
+    assert [row["noise multiplier"] for row in table(found.drawings[0].csv)] == ["1", "2"]
+
+
+def test_fairness_is_the_gap_between_thirds_by_queries_so_far(root: Path, section: Section) -> None:
+    found = part(fairness(section, looks(section))[0])
+    read = {(r["method"], r["run"], int(r["slice"])): float(r["disparity"]) for r in table(found.drawings[0].csv)}
+    sums, counts = by_user(root / "ewc")
+    for t in range(1, N_SLICES + 1):
+        slow = user_disparity(sums[:, t], counts[:, t], counts[:, : t + 1].sum(1)).disparity
+        assert read["ewc (private)", "0", t] == pytest.approx(slow, rel=1e-4, abs=1e-9)
+
+
+def test_costs_are_what_the_runs_told_and_blank_where_they_did_not(results: Results, section: Section) -> None:
+    rows = {row.label: cost_of(row) for row in section.rows}
+    assert (rows[FULL].bytes_up, rows[FULL].traffic, rows[FULL].trainable_parameters_per_user) == (65, 8257, 1024)
+    assert rows[FULL].learn == 2.0
+    assert rows[FULL].minutes_per_slice == pytest.approx(2.0 / 60 / N_SLICES)
+    assert math.isnan(rows["frozen"].bytes_up)
+    shown = headline_with_costs(results)
+    labels = [column.label for column in shown.columns][-5:]
+    assert labels == ["up", "down", "shared", "per user", "learn, s"]
+    cells = {line.label: [cell.text for cell in line.cells[-5:]] for line in shown.lines}
+    assert cells[FULL] == ["65 B", "8.19 kB", "640", "1.02 k", "2.0"]
+    assert cells["frozen"] == ["–", "–", "–", "–", "2.0"]
+    assert all(len(line.cells) == len(shown.columns) for line in (*shown.lines, *shown.footer))
+    (shared,) = [r for r in table(shown.csv) if (r["method"], r["column"]) == ("fedavg", "trainable shared")]
+    assert float(shared["mean"]) == 640
+    (table_of,) = part(efficiency(section)).tables
+    (fedavg,) = [row for row in table(table_of.csv) if row["method"] == "fedavg"]
+    assert (float(fedavg["up_mb"]), float(fedavg["shared_m"])) == (0.004, 0.00064)
+
+
+def test_rows_go_by_their_bytes_with_ours_marked(results: Results) -> None:
+    (shown,) = part(equal_bytes(results)).tables
+    traffic = [line.cells[0].value for line in shown.lines]
+    assert traffic == sorted(traffic)
+    assert [(line.label, line.marked) for line in shown.lines] == [
+        ("fedavg", False),  # 8,000 bytes against 8,257
+        ("protofed-sp (nodp)", True),
+        (FULL, True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "bytes_", "things"),
+    [(0.0, "0 B", "0"), (999.0, "999 B", "999"), (1_048_576.0, "1.05 MB", "1.05 M"), (25e9, "25.0 GB", "25.0 G")],
+)
+def test_sizes_have_three_figures(value: float, bytes_: str, things: str) -> None:
+    assert (size(value), count(value)) == (bytes_, things)
+
+
+def test_equal_epsilon_compares_the_private_rows_of_one_budget(results: Results) -> None:
+    (shown,) = part(equal_epsilon(results)).tables
+    assert [line.label for line in shown.lines] == [FULL, "ewc (private)"]
+    assert shown.caption.startswith(f"ε = {results.prices[FULL].released:.1f}, δ = 1e-05")
+    assert [line.cells[0].value for line in shown.lines] == [
+        results.estimates[label]["ndcg@10/sampled/all"].mean for label in (FULL, "ewc (private)")
+    ]
+
+
+def test_three_sentences_name_the_best_rows_and_what_is_beyond_chance(root: Path, results: Results) -> None:
+    private, overall, sure = sentences([results])
+    ours = np.mean([accuracy(root / f"sp-{seed}") for seed in (0, 1)])
+    assert private.startswith(f"Best private row: {FULL} with NDCG@10 {ours:.3f} (ε = ")
+    best, trivial = accuracy(root / "nodp"), accuracy(root / "frozen")
+    leads = f"Best row of all: protofed-sp (nodp) with NDCG@10 {best:.3f}"
+    assert overall == f"{leads} (best trivial row: frozen, {trivial:.3f})."
+    assert sure == "Beyond chance over users: protofed-sp (nodp) is ahead of all 6 other rows."
+
+
+def test_a_release_without_noise_is_no_private_row(tmp_path: Path) -> None:
+    ledger = [{"noise_multiplier": 0.0, "sampling_rate": 0.5, "count": 4}]
+    for method in ("protofed-sp", "ewc"):
+        write_run(tmp_path / method, lambda *_: 0.5, method=method, ledger=ledger)
+    (only,) = group(find_runs(tmp_path)[0])
+    found = compute(only)
+    assert "no row carries a privacy claim" in sentences([found])[0]
+    assert isinstance(equal_epsilon(found), Missing)
+    assert {line.cells[-1].text for line in overview([found]).lines} == {"∞"}
+
+
+def test_rows_within_their_intervals_are_not_said_to_be_behind(tmp_path: Path) -> None:
+    users = {f"u{n}": (1, 1, 1) for n in range(9)}
+    for name, high in (("ewc", 0), ("si", 1)):  # each better for half of the users
+        skill = {f"u{n}": 1.2 if n % 2 == high else 0.8 for n in range(8)} | {"u8": 1.1 - 0.2 * high}
+        write_run(tmp_path / name, lambda *_: 0.5, method=name, users=users, skill=skill)
+    (only,) = group(find_runs(tmp_path)[0])
+    found = compute(only)
+    gap = found.intervals["sampled", "all"].behind["si"]
+    assert gap.low < gap.mean < 0 < gap.high
+    private, _, sure = sentences([found])
+    assert sure == "Beyond chance over users: ewc is ahead of 0 of 1 other rows, and not distinguishable from si."
+    assert "no row carries a privacy claim" in private
+
+
+def test_the_first_table_and_figure_hold_the_overall_rows(results: Results) -> None:
+    shown, drawn = overview([results]), forest(results)
+    labels = {row.label for row in compared(results)}
+    assert {line.label for line in shown.lines} == labels == {row["method"] for row in table(drawn.csv)}
+    assert ABLATED not in labels
+    (row,) = [row for row in table(drawn.csv) if row["method"] == FULL]
+    e = results.estimates[FULL]["ndcg@10/sampled/all"]
+    read = [float(row[name]) for name in ("mean", "low95", "high95")]
+    assert read == pytest.approx([e.mean, e.low, e.high], rel=1e-5)
+    epsilon = {line.label: line.cells[-1].text for line in shown.lines}
+    assert epsilon[FULL] == f"{results.prices[FULL].released:.2f}"
+    assert epsilon["frozen"] == ""
