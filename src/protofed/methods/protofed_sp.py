@@ -35,7 +35,7 @@ from protofed.methods.frozen import BackboneState, learn_new_rows
 from protofed.methods.protocol import Diagnostics, World
 from protofed.privacy.ledger import Ledger
 from protofed.privacy.mechanism import seeded_noise
-from protofed.privacy.upload import UploadRule
+from protofed.privacy.upload import UploadRule, upload_bytes
 from protofed.seeds import numpy_stream, stream
 from protofed.server.aggregate import ServerRule, slice_end
 from protofed.server.library import PrototypeLibrary, check_cohort
@@ -216,7 +216,8 @@ class ProtoFedSP:
             own = with_met_items(own, taught, slice_.past, len(slice_.past), data.users, boost)
             state = replace(state, rows=own)
         used = {"use_prompt": float(state.use_prompt.float().mean()), "use_rows": float(state.use_rows.float().mean())}
-        return state, {**new_rows, **told, **used, "reseeded": reseeded, "own_rows": len(own)}
+        costs = costs_of(config, state, server)
+        return state, {**new_rows, **told, **used, **costs, "reseeded": reseeded, "own_rows": len(own)}
 
     def score(self, world: World, state: ProtoFedState, queries: Queries) -> Float[Tensor, "B I"]:
         rule = local_rule(as_run(world.config))
@@ -240,6 +241,24 @@ class ProtoFedSP:
         rounds = state.rounds + slices_ahead * config.privacy.rounds_per_slice
         prototypes = releases(config.privacy, settled, rounds) if uploads_happen(config) else ()
         return prototypes + newcomer_releases(state.newcomer_noise, state.slice_index + slices_ahead)
+
+
+def costs_of(config: RunConfig, state: ProtoFedState, server: ServerRule) -> dict[str, int | float]:
+    """What a client sends and receives in a round, and what learns: prototypes for all, prompts and own rows of each.
+
+    The introductions of new items travel once a slice and are not in the round's bytes.
+    """
+    settings, backbone = config.protofed, config.backbone
+    up, down = upload_bytes(server.upload, server.trust), state.library.n_prototypes * settings.embedding * 4
+    sends = uploads_happen(config)
+    devices = max(int(state.table.met.sum()), 1)
+    return {
+        "bytes_up": up if sends else 0,
+        "bytes_down": down if sends else 0,
+        "trainable_parameters": state.library.v.numel(),
+        "trainable_parameters_per_user": 2 * backbone.prompt_length * backbone.width
+        + len(state.rows) * backbone.width / devices,
+    }
 
 
 def keeps_the_claim(config: RunConfig) -> None:

@@ -266,6 +266,21 @@ def test_a_private_run_without_noise_or_target_is_refused_in_one_line(trust):
         METHOD.start(world)
 
 
+def test_the_log_counts_bytes_of_a_round_and_numbers_that_learn():
+    world = world_of()
+    before = METHOD.start(world)
+    after, told = METHOD.learn(world, before, tiny_stream().slice_(1), PlainDescent())
+    k = after.library.n_prototypes
+    assert told["bytes_up"] == 16 + 2  # one byte an entry, two for the index
+    assert told["bytes_down"] == k * 16 * 4
+    assert told["trainable_parameters"] == k * 16
+    own = len(after.rows) * 16 / int(after.table.met.sum())
+    assert told["trainable_parameters_per_user"] == pytest.approx(2 * 2 * 16 + own)
+    silent = world_of(protofed__ablate="prompts")
+    _, nothing = METHOD.learn(silent, METHOD.start(silent), tiny_stream().slice_(1), PlainDescent())
+    assert nothing["bytes_up"] == nothing["bytes_down"] == 0
+
+
 def test_a_prior_of_raw_counts_is_refused_where_noise_is_promised_and_allowed_elsewhere():
     with pytest.raises(ConfigError, match=r"^scoring.popularity_prior counts raw events .*, got 0.5; use --mode nodp"):
         METHOD.start(world_of(scoring__popularity_prior=0.5))
