@@ -119,6 +119,7 @@ def test_the_pld_curve_of_an_unsampled_release_is_the_exact_one():
         assert delta_of((Release(1.5, 1.0, 4),), e) == pytest.approx(gaussian_delta(e, 2 / 1.5), rel=1e-3)
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(st.floats(0.5, 8), st.floats(0.02, 1.0), st.integers(1, 200))
 def test_solved_noise_keeps_the_budget_and_a_ten_thousandth_less_does_not(target, rate, rounds):
