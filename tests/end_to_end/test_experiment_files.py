@@ -18,7 +18,7 @@ from protofed.methods.protofed_sp import as_run, keeps_the_claim, server_rule
 from protofed.server.library import check_cohort
 from protofed.slices.partition import partition
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "experiments").glob("*.toml"))
 PAPER = [path for path in FILES if path.stem != "smoke"]  # whose cells may share a bench folder
 LOGS = ROOT.parent / "shared" / "data"
