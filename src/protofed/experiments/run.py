@@ -22,6 +22,7 @@ from protofed.methods.catalogue import configured, method_named
 from protofed.methods.private import as_asked
 from protofed.methods.protocol import Diagnostics, Method, Releasing, World
 from protofed.methods.state import pack, unpack
+from protofed.privacy.ledger import Ledger
 from protofed.progress import Progress, silent
 from protofed.slices.leaks import check_candidates, check_evidence
 from protofed.slices.stream import SliceStream, TimeSlice
@@ -99,7 +100,18 @@ def warmed_up(experiment: Experiment, folder: RunFolder, data: SliceStream, prog
 def write_ahead(folder: RunFolder, method: Method[Any], world: World, state: Any, *, slices_ahead: int) -> None:
     """The ledger on disk, before what it lists leaves the devices; a repeated slice repeats the same releases."""
     if isinstance(method, Releasing):
-        folders.keep_ledger(folder, method.releases(world, state, slices_ahead), world.config.privacy.trust)
+        ledger = method.releases(world, state, slices_ahead)
+        refuse_raw_counts(ledger, world.config)
+        folders.keep_ledger(folder, ledger, world.config.privacy.trust)
+
+
+def refuse_raw_counts(ledger: Ledger, config: RunConfig) -> None:
+    """Whatever method made the ledger: no ε is stated for a run that ranks by raw counts besides."""
+    if ledger and config.scoring.popularity_prior:
+        raise ConfigError(
+            "scoring.popularity_prior counts raw events and must be 0 in a private run, "
+            f"got {config.scoring.popularity_prior:g}"
+        )
 
 
 def check_all_candidates(data: SliceStream) -> None:

@@ -45,7 +45,7 @@ def with_public_rows(world: World, model: SASRec, slice_: TimeSlice) -> tuple[SA
     """
     bigger = grown(model, slice_.n_train_items)
     none = torch.zeros(bigger.n_rows, dtype=torch.bool)
-    if getattr(world.config, "variant", "standard") == "standard":
+    if world.config.variant == "standard":
         with torch.no_grad():
             bigger.items[~bigger.has_row] = model.mean_row
         bigger.has_row = torch.ones_like(bigger.has_row)
