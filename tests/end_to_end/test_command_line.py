@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import io
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from protofed.cli.main import main
+from protofed.cli.run import settle
+from protofed.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"
@@ -135,12 +138,37 @@ def test_a_config_file_is_read_and_flags_go_before_it(tmp_path):
     assert json.loads(done.stdout)["method"] == "popularity"
 
 
+@pytest.mark.parametrize("way", ["flag", "file", "set"])
+def test_what_a_preset_and_a_method_bring_along_comes_whichever_way_they_are_named(tmp_path, way):
+    chosen = settled(tmp_path, {way: {"preset": "paper", "method": "personal-memory"}})
+    assert (chosen.preset, chosen.backbone.width, chosen.scoring.personal_memory) == ("paper", 256, 2.0)
+    assert settled(tmp_path, {way: {"method": "prompt-tuning"}}).variant == "peft"
+
+
+def test_a_preset_gives_way_to_the_file_the_file_to_flags_and_flags_to_set(tmp_path):
+    every = {way: {"preset": name} for way, name in (("file", "paper"), ("flag", "small"), ("set", "paper"))}
+    for ways, width in ((("file",), 256), (("file", "flag"), 64), (("file", "flag", "set"), 256)):
+        assert settled(tmp_path, {way: every[way] for way in ways}).backbone.width == width
+    own = {"file": {"backbone.width": 32}, "set": {"preset": "paper"}}
+    assert settled(tmp_path, own).backbone.width == 32
+    own["set"]["backbone.width"] = 128
+    assert settled(tmp_path, own).backbone.width == 128
+
+
+def settled(tmp_path: Path, ways: dict[str, dict[str, object]]) -> RunConfig:
+    """The config of settings given as flags, in a file and with --set."""
+    (tmp_path / "run.toml").write_text("\n".join(f"{key} = {json.dumps(v)}" for key, v in ways.get("file", {}).items()))
+    return settle(ways.get("flag", {}), tmp_path / "run.toml", [f"{key}={v}" for key, v in ways.get("set", {}).items()])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--method", "frosen"], "unknown method 'frosen'; did you mean 'frozen'?"),
         (["--dataset", "gowala"], "gowala"),
         (["--preset", "huge"], "preset must be one of small, paper, got 'huge'"),
+        (["--set", "preset=huge"], "preset must be one of small, paper, got 'huge'"),
+        (["--set", "method=frosen"], "unknown method 'frosen'; did you mean 'frozen'?"),
         (["--set", "trainning.negatives=3"], "unknown config key 'trainning.negatives'; did you mean 'training'?"),
         (
             ["--set", "training.negative=3"],
@@ -206,6 +234,42 @@ def test_a_truncated_gzip_is_refused_and_nothing_is_prepared(tmp_path):
     line = refused("data", "prepare", "gowalla", "--source", source, "--root", "data", cwd=tmp_path)
     assert "loc-gowalla_totalCheckins.txt.gz" in line
     assert not (tmp_path / "data").exists()
+
+
+STOPPED = "stopped; the same command continues from the last finished slice"
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_a_run_in_one_line_leaves_whole_files_and_the_same_command_goes_on(tmp_path):
+    arguments = ["run", "--method", "finetune-last", "--out", "run", "--cache", "cache", "--json", *FAST]
+    command = [sys.executable, "-m", "protofed.cli.main", *arguments]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as child:
+        assert child.stderr is not None
+        assert child.stderr.readline() == "slice 0 done (1 of 3)\n"
+        child.send_signal(signal.SIGINT)
+        stdout, stderr = child.communicate(timeout=60)
+    assert (child.returncode, stdout, stderr) == (130, "", f"{STOPPED}\n")
+    assert not list(tmp_path.rglob("*.unfinished"))
+    assert not (tmp_path / "run" / "metrics.parquet").exists()
+    rest = protofed(*arguments, cwd=tmp_path)
+    assert rest.returncode == 0
+    assert rest.stderr.splitlines() == ["slice 1 done (2 of 3)", "slice 2 done (3 of 3)"]
+    whole = ["whole" if word == "run" else word for word in arguments[1:]]
+    assert protofed("run", *whole, cwd=tmp_path).returncode == 0
+    for name in ("metrics.parquet", "per_user.parquet"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.parametrize(("command", "line"), [(["demo"], STOPPED), (["data", "list"], "stopped")])
+def test_only_who_can_continue_is_told_so(tmp_path, monkeypatch, command, line):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("protofed.data.prepared.prepared_names", interrupted)
+    monkeypatch.setattr(sys.modules["protofed.cli.demo"], "load", interrupted)
+    assert protofed(*command, cwd=tmp_path) == Done(130, "", f"{line}\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_report_of_nothing_is_refused(tmp_path):

@@ -74,7 +74,7 @@ def kill_after(child: subprocess.Popen[str], seconds: float) -> None:
 def test_five_kills_at_random_points_and_one_inside_a_checkpoint_leave_the_same_bytes(tmp_path):
     whole = tmp_path / "whole"
     seconds = run_to_the_end(tmp_path, whole)
-    expected = {name: (whole / name).read_bytes() for name in ("metrics.parquet", "per_user.parquet")}
+    expected = {name: (whole / name).read_bytes() for name in ("metrics.parquet", "per_user.parquet", "ranks.parquet")}
     draws = random.Random(7)
     out = tmp_path / "killed"
     for _ in range(5):
@@ -111,6 +111,6 @@ def test_a_private_run_that_is_killed_ends_with_the_same_results_and_the_same_le
     ahead, _ = read_ledger(out / "ledger.json")
     assert [release.count for release in ahead] == [4]  # slice 1 was released, though its checkpoint was not written
     run_to_the_end(tmp_path, out, "protofed-sp")
-    for name in ("metrics.parquet", "per_user.parquet", "ledger.json"):
+    for name in ("metrics.parquet", "per_user.parquet", "ranks.parquet", "ledger.json"):
         assert (out / name).read_bytes() == (whole / name).read_bytes()
     assert [release.count for release in read_ledger(out / "ledger.json")[0]] == [8]

@@ -151,8 +151,10 @@ PARTS = (
     "Privacy against utility",
     "Who benefits",
     "Fairness over time",
+    "Exposure of popular and rare items",
     "Efficiency",
-    "Not shown",
+    "On-device memory",
+    "Coverage",
 )
 
 

@@ -1,20 +1,40 @@
-"""The `protofed` command. A user's mistake is one line on stderr and exit code 2."""
+"""The `protofed` command. A user's mistake is one line on stderr and exit code 2; Ctrl-C is one, and 130."""
 
 import os
 import sys
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from protofed.cli import data as data_commands
 from protofed.cli.bench import bench
 from protofed.cli.demo import demo
+from protofed.cli.pack import pack
 from protofed.cli.privacy import privacy
 from protofed.cli.report import report
 from protofed.cli.run import run
 from protofed.cli.tune import tune
 from protofed.errors import ProtoFedError
 
+RESUMABLE = ("run", "demo", "tune")  # bench says it in its own words
+
+
+class Commands(TyperGroup):
+    """The commands, with a last line for who stops one; typer itself would end without a word."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            resumed = ctx.invoked_subcommand in RESUMABLE
+            continues = "; the same command continues from the last finished slice" if resumed else ""
+            print(f"stopped{continues}", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Private, continual web personalization.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -24,6 +44,7 @@ app.add_typer(data_commands.app, name="data", help="List, prepare and measure in
 app.command()(run)
 app.command()(bench)
 app.command()(report)
+app.command()(pack)
 app.command()(demo)
 app.command()(privacy)
 app.command()(tune)
@@ -37,9 +58,6 @@ def main() -> None:
     except ProtoFedError as problem:
         print(f"error: {problem}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("stopped; the same command continues from the last finished slice", file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

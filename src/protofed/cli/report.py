@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from protofed.errors import ConfigError
+from protofed.experiments.unpack import readable
 from protofed.files import write_text
 from protofed.report.page import build, check_target, write
 
 if TYPE_CHECKING:
+    from protofed.experiments.grid import Cell
     from protofed.report.coverage import Coverage
 
 NAMES = {"html": "report.html", "md": "report.md", "latex": "report.tex", "csv": "report.csv"}
 
 
 def report(
-    runs: Annotated[Path, typer.Argument(help="A run folder, or a folder that holds run folders at any depth.")],
+    runs: Annotated[Path, typer.Argument(help="A run folder, a folder that holds some at any depth, or a pack.")],
     out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write; report.html without it.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON too.")] = False,
     kind: Annotated[
@@ -27,19 +29,26 @@ def report(
     check: Annotated[
         list[Path] | None, typer.Option(help="Only list what RUNS lacks of this experiment file; repeatable.")
     ] = None,
-    tuned: Annotated[Path | None, typer.Option(help="With --check: the --tuned that the bench was given.")] = None,
+    tuned: Annotated[
+        Path | None, typer.Option(help="With --check or --grid: the --tuned that the bench was given.")
+    ] = None,
+    grid: Annotated[
+        list[Path] | None, typer.Option(help="Show in the page what RUNS lacks of this experiment file; repeatable.")
+    ] = None,
 ) -> None:
     """Write tables and figures of finished runs into one file that needs no network."""
     if check:
-        if out is not None or kind is not None:
-            raise ConfigError("--check writes no file; leave --out and --format out")
+        if out is not None or kind is not None or grid:
+            raise ConfigError("--check writes no file; leave --out, --format and --grid out")
         check_grids(runs, check, tuned, as_json)
         return
-    if tuned is not None:
-        raise ConfigError("--tuned goes with --check alone: finished runs hold their own settings")
+    if tuned is not None and not grid:
+        raise ConfigError("--tuned goes with --check or --grid: finished runs hold their own settings")
     kind = chosen_format(out, kind)
+    if grid and kind != "html":
+        raise ConfigError(f"--grid goes with the HTML page, got --format {kind}; --check lists what is missing")
     out = out or Path(NAMES[kind])
-    numbers = write_page(runs, out) if kind == "html" else write_tables(runs, out, kind)
+    numbers = write_page(runs, out, grid or (), tuned) if kind == "html" else write_tables(runs, out, kind)
     if as_json:
         typer.echo(json.dumps(numbers | {"report": str(out)}, indent=2, ensure_ascii=False))
     else:
@@ -60,10 +69,12 @@ def chosen_format(out: Path | None, kind: str | None) -> str:
     return chosen
 
 
-def write_page(runs: Path, out: Path) -> dict[str, Any]:
-    """The HTML page at `out`; its numbers."""
+def write_page(runs: Path, out: Path, files: Sequence[Path] = (), tuned: Path | None = None) -> dict[str, Any]:
+    """The HTML page at `out`, with what is missing of the grids in `files`; its numbers."""
     check_target(out)
-    page, numbers = build(runs)
+    wanted = wanted_cells(files, tuned) if files else ()
+    with readable(runs) as folder:
+        page, numbers = build(folder, wanted)
     write(page, out)
     return numbers
 
@@ -80,21 +91,31 @@ def write_tables(runs: Path, out: Path, kind: str) -> dict[str, Any]:
     if out.is_dir() or not out.parent.is_dir():
         what = "is a folder; give a file" if out.is_dir() else f"lies in {out.parent}, which is no folder"
         raise ConfigError(f"--out {out} {what}")
-    finished, unfinished = find_runs(runs)
-    results = [compute(section) for section in group(finished)]
-    warned = cautions(results, unfinished)
-    write_text(out, FORMATS[kind](results, warned))
+    with readable(runs) as folder:
+        finished, unfinished = find_runs(folder)
+        results = [compute(section) for section in group(finished)]
+        warned = cautions(results, unfinished)
+        write_text(out, FORMATS[kind](results, warned))
     return summary(results, warned, unfinished)
+
+
+def wanted_cells(files: Sequence[Path], tuned: Path | None) -> "tuple[Cell, ...]":
+    """The cells of experiment files, each run once."""
+    from protofed.cli.run import settle
+    from protofed.experiments.grid import cells, read_grid, tuned_in, untuned
+    from protofed.report.coverage import together
+
+    settings = tuned_in(tuned) if tuned else untuned
+    return together(cells(read_grid(file), settle, settings) for file in files)
 
 
 def check_grids(runs: Path, files: Sequence[Path], tuned: Path | None, as_json: bool) -> None:
     """One line if every cell is finished; else each that is not, how far each data set is, and exit code 1."""
-    from protofed.cli.run import settle
-    from protofed.experiments.grid import cells, read_grid, tuned_in, untuned
-    from protofed.report.coverage import covered, together
+    from protofed.report.coverage import covered
 
-    settings = tuned_in(tuned) if tuned else untuned
-    found = covered(together(cells(read_grid(file), settle, settings) for file in files), runs)
+    wanted = wanted_cells(files, tuned)
+    with readable(runs, users=False) as folder:
+        found = covered(wanted, folder)
     if as_json:
         typer.echo(json.dumps(coverage_summary(found), indent=2, ensure_ascii=False))
     else:

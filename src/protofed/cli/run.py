@@ -108,12 +108,12 @@ def promised(ledger: Path, config: RunConfig) -> dict[str, object] | None:
 def settle(flags: Mapping[str, object], file: Path | None = None, settings: Sequence[str] = ()) -> RunConfig:
     """The run's config: what the preset and the method bring along, then the file, then flags, then --set."""
     written = values_of(file) if file is not None else {}
-    named = {**written, **flags}
+    typed = dict(parse_override(text) for text in settings)
+    named = {**written, **flags, **typed}
     base = preset(named.get("preset", "small"))
     method = str(named.get("method", base.method))
     brought = method_named(method).settings
-    changes = {**brought, **written, **wrapping(method, flags), **flags}
-    chosen = in_range(override(base, {**changes, **dict(parse_override(text) for text in settings)}))
+    chosen = in_range(override(base, {**brought, **written, **wrapping(method, flags), **flags, **typed}))
     configured(chosen)  # a wrong hyper-parameter is told before any log is read
     return chosen
 

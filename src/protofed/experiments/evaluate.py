@@ -9,15 +9,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from protofed.evaluation.drift import user_drift
+from protofed.evaluation.exposure import EVENTS, GROUPS, PLACES, popularity_groups, shares, top_places
 from protofed.evaluation.ranking import hit_rate, ndcg, per_query, rank_among, rank_of_positive, user_totals
 from protofed.methods.protocol import Method, World
 from protofed.methods.scoring import personal_memory, popularity_prior
 from protofed.slices.histories import Queries, moved, past_counts, trimmed
-from protofed.slices.stream import QuerySet, SliceStream
+from protofed.slices.stream import SUBSETS, QuerySet, SliceStream
 
 CANDIDATES = ("sampled", "sampled_hard", "full", "full_unseen")
 CELLS_PER_CHUNK = 8_000_000  # scores held at once
 LARGEST_CHUNK = 512
+LAST_RANK = 21  # stands for every rank that no metric tells from it: they end at 20
 
 METRICS_SCHEMA = pa.schema(
     [
@@ -42,6 +45,15 @@ PER_USER_SCHEMA = pa.schema(
         ("n", pa.int64()),
         ("ndcg10_sum", pa.float64()),
         ("hr10_sum", pa.float64()),
+        ("drift", pa.float64()),  # of A[t, t] alone, and null where it is not known
+    ]
+)
+RANKS_SCHEMA = pa.schema(
+    [
+        ("slice", pa.int32()),
+        ("user", pa.string()),
+        *((kind, pa.uint8()) for kind in CANDIDATES),
+        *((subset, pa.bool_()) for subset in SUBSETS),
     ]
 )
 
@@ -53,6 +65,7 @@ class Answered:
     asked: QuerySet
     slice_trained: int
     ranks: dict[str, Int[Tensor, " B"]]
+    places: Float[np.ndarray, " G"] | None = None  # of all Top-10 of the full ranking, by popularity of their items
 
 
 @torch.no_grad()
@@ -64,19 +77,27 @@ def answer(
     data: SliceStream,
     asked: QuerySet,
     trained: int,
+    groups: Int[Tensor, " I"] | None = None,
 ) -> Answered:
-    """Rank every query of the set with the state after slice `trained`; `counts` feed the popularity prior."""
+    """Rank every query of the set with the state after slice `trained`; `counts` feed the popularity prior.
+
+    With `groups` of items, the places each of them gets are counted, too.
+    """
     device = world.backbone.items.device
     parts: dict[str, list[Tensor]] = {name: [] for name in CANDIDATES}
+    places = np.zeros(len(GROUPS))
     by_length = np.argsort(data.past.before[asked.positions], kind="stable")  # short histories need short inputs
     for chunk in _chunks(by_length, max(1, CELLS_PER_CHUNK // max(asked.n_items, 1))):
         queries = moved(trimmed(data.queries(asked, chunk, world.config.backbone.history_length)), device)
         scores = switched(method.score(world, state, queries), world, queries, counts)
         for name, ranks in rank_all(scores, queries, asked, chunk).items():
             parts[name].append(ranks.cpu())
+        if groups is not None:
+            places += top_places(scores, groups).cpu().double().sum(0).numpy()
     empty = torch.zeros(0, dtype=torch.int64)
     unsorted = torch.from_numpy(np.argsort(by_length))
-    return Answered(asked, trained, {name: torch.cat([empty, *ranks])[unsorted] for name, ranks in parts.items()})
+    found = {name: torch.cat([empty, *ranks])[unsorted] for name, ranks in parts.items()}
+    return Answered(asked, trained, found, places if groups is not None else None)
 
 
 def switched(scores: Float[Tensor, "B I"], world: World, queries: Queries, counts: Tensor) -> Float[Tensor, "B I"]:
@@ -112,12 +133,16 @@ def _chunks(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
         yield order[start : start + min(size, LARGEST_CHUNK)]
 
 
+def applies(kind: str, subset: str) -> bool:
+    """Whether the queries of a subset have this kind of candidates; hard ones exist for repeats alone."""
+    return kind != "sampled_hard" or subset == "repeat"
+
+
 def members(answered: Answered, kind: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Each subset's queries that have this kind of candidates; hard candidates exist for repeats alone."""
+    """Each subset's queries that have this kind of candidates."""
     for name, chosen in answered.asked.subsets.items():
-        if kind == "sampled_hard" and name != "repeat":
-            continue
-        yield name, np.flatnonzero(chosen)
+        if applies(kind, name):
+            yield name, np.flatnonzero(chosen)
 
 
 def metric_rows(answered: Answered) -> list[dict[str, object]]:
@@ -142,8 +167,44 @@ def metric_rows(answered: Answered) -> list[dict[str, object]]:
     return rows
 
 
-def per_user_rows(answered: Answered, user_ids: pa.Array) -> pa.Table:
-    """Per user, kind of candidates and subset: queries, summed NDCG@10 and summed HR@10."""
+def item_groups(data: SliceStream, asked: QuerySet) -> Int[Tensor, " I"]:
+    """The popularity of every available item: by train events up to the slice, as a fifth, three fifths, a fifth."""
+    ends = [data.bounds[index].part("train") for index in range(asked.slice_index + 1)]
+    items = torch.cat([data.log.items[start:end] for start, end in ends])
+    return popularity_groups(torch.bincount(items.long(), minlength=asked.n_items))
+
+
+def exposure_rows(answered: Answered, groups: Int[Tensor, " I"]) -> list[dict[str, object]]:
+    """Each group's share of all Top-10 places, and of the test events; nothing without queries."""
+    asked = answered.asked
+    if answered.places is None or not len(asked):
+        return []
+    events = torch.bincount(groups[asked.positives], minlength=len(GROUPS)).numpy()
+    about = {
+        "slice_trained": answered.slice_trained,
+        "slice_tested": asked.slice_index,
+        "split": asked.part,
+        "candidates": "full",
+        "subset": "all",
+        "n_queries": len(asked),
+        "n_users": len(np.unique(asked.users.numpy())),
+    }
+    told = ((PLACES, shares(answered.places)), (EVENTS, shares(events)))
+    named = [(names[group], part) for names, found in told for group, part in zip(GROUPS, found, strict=True)]
+    return [about | {"metric": name, "value": float(part)} for name, part in named]
+
+
+def drift_of(data: SliceStream, asked: QuerySet) -> Float[np.ndarray, " U"]:
+    """How far every user of the log who asks moved in the slice; NaN for the others, and where it is not known."""
+    bounds, who = data.bounds[asked.slice_index], np.unique(asked.users.numpy())
+    users, items = (column[: bounds.end].numpy().astype(np.int64) for column in (data.log.users, data.log.items))
+    drift = np.full(data.log.n_users, np.nan)
+    drift[who] = user_drift(users, items, bounds.start, who)
+    return drift
+
+
+def per_user_rows(answered: Answered, user_ids: pa.Array, drift: Float[np.ndarray, " U"] | None = None) -> pa.Table:
+    """Per user, kind of candidates and subset: queries, summed NDCG@10, summed HR@10, and the user's drift."""
     tables = []
     for kind in CANDIDATES:
         ranks = answered.ranks[kind]
@@ -163,6 +224,19 @@ def per_user_rows(answered: Answered, user_ids: pa.Array) -> pa.Table:
                 pa.array(counts.numpy().astype(np.int64)),
                 pa.array(ndcg_sums.numpy().astype(np.float64)),
                 pa.array(hr_sums.numpy().astype(np.float64)),
+                pa.array(np.full(n, np.nan) if drift is None else drift[ids.numpy()], pa.float64(), from_pandas=True),
             ]
             tables.append(pa.table(columns, schema=PER_USER_SCHEMA))
     return pa.concat_tables(tables) if tables else PER_USER_SCHEMA.empty_table()
+
+
+def rank_rows(answered: Answered, user_ids: pa.Array) -> pa.Table:
+    """Per query, in the set's own order: its user, its ranks up to LAST_RANK, and the subsets it is in."""
+    asked = answered.asked
+    columns = [
+        pa.array(np.full(len(asked), asked.slice_index, dtype=np.int32)),
+        user_ids.take(pa.array(asked.users.numpy())).cast(pa.string()),
+        *(pa.array(answered.ranks[kind].clamp(max=LAST_RANK).numpy().astype(np.uint8)) for kind in CANDIDATES),
+        *(pa.array(asked.subsets[subset]) for subset in SUBSETS),
+    ]
+    return pa.table(columns, schema=RANKS_SCHEMA)

@@ -27,7 +27,12 @@ from protofed.errors import ConfigError, RunFolderError
 from protofed.files import remove_unfinished, write_text, written_atomically
 from protofed.privacy.ledger import Ledger, Trust, write_ledger
 
-TABLES = ("metrics", "per_user", "timing")
+SORTED_BY = {  # the tables of a finished run, metrics last; ranks stay in the order of the queries
+    "timing": ("slice", "stage"),
+    "ranks": (),
+    "per_user": ("user", "slice_trained", "slice_tested", "candidates", "subset"),
+    "metrics": ("slice_trained", "slice_tested", "split", "candidates", "subset", "metric"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +128,15 @@ def load_checkpoint(folder: RunFolder) -> tuple[int, dict[str, Tensor]] | None:
 
 def finish(folder: RunFolder, n_slices: int) -> None:
     """Join the slices' tables, metrics last, and clear what is no longer needed."""
-    for name in reversed(TABLES):
-        parts = [pq.read_table(_part(folder, name, index)) for index in range(n_slices + 1)]
-        joined = pa.concat_tables(parts)
-        keys = [
-            column for column in joined.column_names if column not in ("value", "seconds", "ndcg10_sum", "hr10_sum")
-        ]
-        keys = [column for column in keys if not column.startswith("n")]
+    for name, keys in SORTED_BY.items():
+        parts = [_part(folder, name, index) for index in range(n_slices + 1)]
+        if name == "ranks" and not all(part.is_file() for part in parts):
+            continue  # its first slices are from before ranks were kept
+        joined = pa.concat_tables((pq.read_table(part) for part in parts), promote_options="default")
+        if keys:
+            joined = joined.sort_by([(key, "ascending") for key in keys])
         with written_atomically(folder.path / f"{name}.parquet") as unfinished:
-            pq.write_table(joined.sort_by([(key, "ascending") for key in keys]), unfinished, compression="zstd")
+            pq.write_table(joined, unfinished, compression="zstd")
     shutil.rmtree(folder.path / "slices")
 
 

@@ -200,12 +200,12 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 def flags_of(config: RunConfig) -> dict[str, object]:
     """The flags of `protofed run` that name a cell."""
-    return {name: getattr(config, name) for name in ("dataset", "method", "preset", "seed")}
+    return {name: getattr(config, name) for name in ("dataset", "method", "seed")}
 
 
 def texts(settings: Iterable[tuple[str, object]]) -> list[str]:
-    """Settings as --set takes them; the preset has a flag, because it brings other settings along."""
-    return [setting(key, value) for key, value in settings if key != "preset"]
+    """Settings as --set takes them."""
+    return [setting(key, value) for key, value in settings]
 
 
 def setting(key: str, value: object) -> str:
@@ -227,9 +227,9 @@ def _expanded(grid: Grid, settle: Settle, tuned: Tuned) -> Iterator[Cell]:
                 asked = dict(grid.settings) | dict(variant.settings) | chosen
                 settings = {**tuned(dataset, method, _variant_of(method, asked)), **asked}
                 for seed in grid.seeds:
-                    named = {"dataset": dataset, "method": method, "preset": settings.get("preset", "small")}
+                    named = {"dataset": dataset, "method": method, "seed": seed}
                     # by way of the same texts as `command`, so that both make one config
-                    config = settle(named | {"seed": seed}, None, texts(settings.items()))
+                    config = settle(named, None, texts(settings.items()))
                     # the config's own value: 1 and 1.0 are one setting and must be one folder
                     values = [f"{key}={quote(_text(_value(config, key)), safe='+')}" for key in chosen]
                     yield Cell(",".join([variant.name, *values]), config, tuple(settings.items()))

@@ -16,7 +16,16 @@ from protofed.config import RunConfig
 from protofed.data.interactions import InteractionLog
 from protofed.errors import ConfigError
 from protofed.experiments import folder as folders
-from protofed.experiments.evaluate import METRICS_SCHEMA, answer, metric_rows, per_user_rows
+from protofed.experiments.evaluate import (
+    METRICS_SCHEMA,
+    answer,
+    drift_of,
+    exposure_rows,
+    item_groups,
+    metric_rows,
+    per_user_rows,
+    rank_rows,
+)
 from protofed.experiments.folder import RunFolder
 from protofed.methods.catalogue import configured, method_named
 from protofed.methods.private import as_asked
@@ -54,12 +63,15 @@ class Experiment:
 @contextlib.contextmanager
 def deterministic() -> Iterator[None]:
     """Reproducible kernels only, until the block ends."""
-    before = torch.are_deterministic_algorithms_enabled()
+    memory: Any = torch.utils.deterministic  # its attributes are made at run time
+    before, filled = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False  # writes every tensor twice; nothing here reads it
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+        memory.fill_uninitialized_memory = filled
 
 
 def run_slices(
@@ -134,20 +146,30 @@ def resume(folder: RunFolder, method: Method[Any], world: World) -> tuple[Any, i
 def evaluate(
     method: Method[Any], world: World, state: Any, slice_: TimeSlice, data: SliceStream
 ) -> dict[str, pa.Table]:
-    """Column t of A[s, t] and the validation part of slice t; per user where intervals need it (s = t, and t = T)."""
+    """Column t of A[s, t] and the validation part of slice t; per user where intervals need it (s = t, and t = T).
+
+    The ranks behind A[t, t] go with them, query by query.
+    """
     counts = slice_.train_counts()
     rows: list[Mapping[str, object]] = []
-    users = []
+    users, ranks = [], []
     trained = slice_.index
     for tested in range(data.n_slices + 1):
         for part in ("val", "test") if tested == trained else ("test",):
             asked = data.query_set(tested, part)
-            answered = answer(method, world, state, counts, data, asked, trained)
+            now = part == "test" and tested == trained
+            groups = item_groups(data, asked) if now else None
+            answered = answer(method, world, state, counts, data, asked, trained, groups)
             rows += metric_rows(answered)
             if part == "test" and (tested == trained or trained == data.n_slices):
-                users.append(per_user_rows(answered, data.log.user_ids))
+                drift = drift_of(data, asked) if now else None
+                users.append(per_user_rows(answered, data.log.user_ids, drift))
+            if groups is not None:
+                rows += exposure_rows(answered, groups)
+                ranks.append(rank_rows(answered, data.log.user_ids))
         world.progress(f"evaluate after slice {trained}", tested + 1, data.n_slices + 1, "")
-    return {"metrics": pa.Table.from_pylist(rows, schema=METRICS_SCHEMA), "per_user": pa.concat_tables(users)}
+    metrics = pa.Table.from_pylist(rows, schema=METRICS_SCHEMA)
+    return {"metrics": metrics, "per_user": pa.concat_tables(users), "ranks": pa.concat_tables(ranks)}
 
 
 def timing(slice_index: int, seconds: Mapping[str, float]) -> pa.Table:

@@ -210,7 +210,7 @@ def pseudo_config(search: Tuning, config: RunConfig) -> RunConfig:
 def pinned_noise(config: RunConfig) -> PrivacyConfig:
     """The privacy settings with the real stream's noise: a budget spread over fewer slices would buy less of it."""
     privacy, method = config.privacy, as_asked(configured(config), config)
-    own = config.protofed.mode == "reference" if config.method == "protofed-sp" else getattr(method, "private", False)
+    own = config.method == "protofed-sp" and config.protofed.mode == "reference"
     if not (privacy.wrap or own) or not privacy.target_epsilon:
         return privacy
     n_slices = config.stream.n_slices

@@ -6,11 +6,12 @@ from itertools import product
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from jaxtyping import Bool, Float, Int
 
 from protofed.evaluation.significance import PerUser, bootstrap_difference
 from protofed.evaluation.strata import MIN_QUERIES, TERTILES, benjamini_hochberg, sign_flip_p, tertiles
-from protofed.report.intervals import per_user
+from protofed.report.intervals import by_user, per_user, users_of
 from protofed.report.layout import Drawing, Missing, Part, to_csv
 from protofed.report.plots import Dot, dot_plot, volcano
 from protofed.report.runs import Run
@@ -25,7 +26,10 @@ LEVEL = 0.05
 EXACT_UP_TO = 16  # blocks of queries: 32,768 sign patterns, as the first sign may stay
 CELLS = 1 << 22
 KINDS = ("new_user", "returning", "new_item", "known_item", "repeat", "novel")
-DRIFT = Missing("Gains by drift", "run folders do not hold a user's drift; per_user.parquet would need it as a column")
+DRIFT = Missing(
+    "Gains by drift",
+    "per_user.parquet of these runs has no column drift; runs of this version do, so run again to see it",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,9 @@ def benefits(results: Results) -> tuple[Part | Missing, ...]:
     for other in others:
         seeds = [seed for seed in ours.seeds if seed in other.seeds]
         parts.append(_against(results.section, ours, other, seeds))
-    return (*parts, DRIFT)
+    answered = any(isinstance(part, Part) for part in parts)
+    known = any(drifts_known(row) for row in (ours, *others))
+    return (*parts,) if known or not answered else (*parts, DRIFT)
 
 
 def rivals(results: Results) -> tuple[Row, ...]:
@@ -104,7 +110,7 @@ def pair(runs: Mapping[str, Sequence[Run]], subset: str, among: pa.Array | None 
 def user_gains(whole: Pair, novel: Pair | None, *, seed: int) -> Gains:
     """Every user with at least 6 blocks of queries, tested by flipping the signs of whole blocks.
 
-    Run folders keep sums and not single queries: a block is what a user was asked in one slice, novel events and
+    per_user.parquet keeps sums and not single queries: a block is what a user was asked in one slice, novel events and
     repeats apart. Queries of a block flip together, which costs power and never invents evidence.
     """
     differences, counts = _blocks(whole, novel)
@@ -146,13 +152,38 @@ def _blocks(whole: Pair, novel: Pair | None) -> tuple[np.ndarray, np.ndarray]:
 
 
 def groups_of(runs: Mapping[str, Sequence[Run]], whole: Pair) -> list[tuple[str, Pair]]:
-    """Each group's name and tables: everybody, thirds by activity, then kinds of events; only those with queries."""
+    """Each group's name and tables: everybody, thirds by activity and by drift, kinds of events; those with queries."""
     asked = whole.counts.sum(1)
-    third = tertiles(asked, asked > 0)
-    thirds = [(f"activity: {label} third", whole.of(third == code)) for code, label in enumerate(TERTILES)]
-    kinds = [(kind.replace("_", " "), found) for kind in KINDS if (found := pair(runs, kind))]
-    groups = [("everybody", whole), *reversed(thirds), *kinds]
+    groups = [("everybody", whole), *_thirds("activity", whole, asked.astype(np.float64))]
+    groups += _thirds("drift", whole, mean_drift(runs, whole.users))
+    groups += [(kind.replace("_", " "), found) for kind in KINDS if (found := pair(runs, kind))]
     return [(label, found) for label, found in groups if found.counts.any()]
+
+
+def _thirds(name: str, whole: Pair, values: Float[np.ndarray, " U"]) -> list[tuple[str, Pair]]:
+    """The users with queries and a value, in thirds, the highest first."""
+    third = tertiles(values, whole.counts.sum(1) > 0)
+    return [(f"{name}: {label} third", whole.of(third == code)) for code, label in reversed([*enumerate(TERTILES)])]
+
+
+def mean_drift(runs: Mapping[str, Sequence[Run]], users: pa.Array) -> Float[np.ndarray, " U"]:
+    """How far each user moved per slice 1..T in which that is known; NaN without any. The first run that tells counts.
+
+    Drift follows from the log alone, so all runs on the same queries tell the same.
+    """
+    for file in (file for own in runs.values() for file in users_of(own)):
+        if (told := file.drift) is not None:
+            told = told.filter(pc.greater(told["slice_tested"], 0))
+            slices = range(1, max(told["slice_tested"].to_pylist(), default=0) + 1)
+            known = told.append_column("known", pa.array(np.ones(len(told))))
+            n = by_user(known, "known", users, slices).sum(1)
+            return np.where(n > 0, by_user(told, "drift", users, slices).sum(1) / np.maximum(n, 1), np.nan)
+    return np.full(len(users), np.nan)
+
+
+def drifts_known(row: Row) -> bool:
+    """Whether a run of the row tells its users' drift."""
+    return any(file.drift is not None for file in users_of(row.runs))
 
 
 def _dots(name: str, groups: Sequence[tuple[str, Pair]]) -> Drawing:
@@ -184,11 +215,13 @@ def _note(gains: Gains, n_users: int, averaged: str) -> str:
     up, down = int((found & (gains.gain > 0)).sum()), int((found & (gains.gain <= 0)).sum())
     tested = (
         f"{len(gains.p):,} of {n_users:,} users have the {MIN_QUERIES} blocks of queries that a test needs (a block: a "
-        "user's novel or repeated events of one slice; run folders keep no single queries); after Benjamini and "
+        "user's novel or repeated events of one slice; per_user.parquet keeps no single queries); after Benjamini and "
         f"Hochberg at {LEVEL:g}, {up:,} gain (green) and {down:,} lose (orange). "
     )
     return (
         f"NDCG@10, sampled candidates, {averaged}. {tested}Groups are dots with intervals and not a "
         "radar, whose area depends on the order of its axes and which has no room for intervals. Activity is counted "
-        "in test queries over all slices; a user can be new in one slice and returning in the next."
+        "in test queries over all slices; a user can be new in one slice and returning in the next. Drift is how far "
+        "the items of a slice lie from those before, by who else met them, mean over slices; the log alone decides it, "
+        "and users with few events seem to drift more."
     )

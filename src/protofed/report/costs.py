@@ -1,8 +1,8 @@
-"""What each row costs: bytes on the wire, trainable numbers, seconds; blank where a method does not tell."""
+"""What each row costs: bytes on the wire and on a device, trainable numbers, seconds; blank where none is told."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,7 +24,21 @@ COLUMNS: Mapping[str, Column] = {
     ),
     "learn": Column("learn, s", "time", "wall clock of all slices together, mean over seeds", lower_is_better=True),
 }
-MEMORY = Missing("On-device memory", "runs do not measure it: log.jsonl holds no peak memory of a client")
+MEMORY = "On-device memory"
+HELD = {  # what log.jsonl may tell about a client's memory, and what it is
+    "device_bytes_backbone": Column(
+        "backbone", "bytes a device holds", "the frozen model, all public item rows among it"
+    ),
+    "device_bytes_encoders": Column(
+        "encoders", "bytes a device holds", "what turns histories and prompts into queries"
+    ),
+    "device_bytes_prototypes": Column("prototypes", "bytes a device holds", "the library as it is sent, and decoded"),
+    "device_bytes_prompts": Column(
+        "prompts", "bytes a device holds", "the user's own, with what tracks drift and choice"
+    ),
+    "device_bytes_rows": Column("own rows", "bytes a device holds", "of the items the user met, mean over clients"),
+    "device_bytes_own": Column("own copy", "bytes a device holds", "other numbers that belong to one user alone"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +100,32 @@ def efficiency(section: Section) -> Part | Missing:
     name = f"{section.slug}-efficiency"
     note = "Blank: the method does not tell. Times compare only on the same hardware."
     return Part(name, "Efficiency", note, (Table(f"{name}-table", "", columns, lines, csv=to_csv(header, tidy)),))
+
+
+def device_memory(section: Section) -> Part | Missing:
+    """What a client has to hold between slices, computed from shapes, for the rows that tell it."""
+    told = {
+        row.label: [_mean([told_mean(run.journal, name) for run in row.runs]) for name in HELD] for row in section.rows
+    }
+    known = {label: values for label, values in told.items() if np.isfinite(values).any()}
+    if not known:
+        return Missing(MEMORY, "no run tells it: log.jsonl holds no device_bytes_backbone")
+    shown = [place for place in range(len(HELD)) if any(math.isfinite(values[place]) for values in known.values())]
+    names = [list(HELD)[place] for place in shown]
+    sizes = {label: [values[place] for place in shown] for label, values in known.items()}
+    sizes = {label: [float(np.nansum(values)), *values] for label, values in sizes.items()}
+    order = sorted(sizes, key=lambda label: (sizes[label][0], label))
+    total = Column("together", "", "the sum of what is told", lower_is_better=True)
+    columns = (total, *(replace(HELD[name], ranked=False) for name in names))
+    lines = tuple(Line(label, tuple(Cell(size(v), value=v) for v in sizes[label])) for label in order)
+    header = ["method", "together", *names]
+    name = f"{section.slug}-memory"
+    table = Table(f"{name}-table", "", columns, lines, csv=to_csv(header, [(label, *sizes[label]) for label in order]))
+    note = (
+        "What a client keeps between slices, from the shapes of its tensors: no optimiser state and no activations, "
+        "which come and go. Rows that do not tell are left out."
+    )
+    return Part(name, MEMORY, note, (table,))
 
 
 def equal_bytes(results: Results) -> Part | Missing:

@@ -1,31 +1,37 @@
-"""Fairness over time: how far busy users are better served than quiet ones, slice by slice."""
+"""Fairness over time: how far busy users are better served than quiet ones, and which items fill the Top-10."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from protofed.evaluation.exposure import EVENTS, GROUPS, PLACES
 from protofed.evaluation.fairness import user_disparity
 from protofed.evaluation.significance import PerUser
 from protofed.report.figures import Curve, line_plot
 from protofed.report.intervals import per_user
-from protofed.report.layout import Drawing, Missing, Part, to_csv
+from protofed.report.layout import Cell, Column, Drawing, Line, Missing, Part, Table, number, to_csv
+from protofed.report.runs import Run
 from protofed.report.sections import Row, Section
-from protofed.report.svg import Stroke, swatch
+from protofed.report.svg import INK, Stroke, swatch
 
 USERS = "Fairness over time"
-ITEMS = Missing(
-    "Exposure of head and tail items",
-    "metrics.parquet holds ranks of the true items alone; it would need each item group's exposure per slice",
-)
+ITEMS = "Exposure of popular and rare items"
+OF_EVENTS = "test events"
+DASHED = Stroke(INK, (2.0, 2.0), "s")
 
 
 def fairness(section: Section, looks: Mapping[str, Stroke]) -> tuple[Part | Missing, ...]:
-    """The gap between the busiest and the quietest third of users over the slices; items are not in run folders."""
+    """The gap between the busiest and the quietest third of users over the slices; then the exposure of items."""
+    return user_gap(section, looks), exposure(section, looks)
+
+
+def user_gap(section: Section, looks: Mapping[str, Stroke]) -> Part | Missing:
+    """How far the busiest and the quietest third of users are apart."""
     curves = [
         Curve(row.label, looks[row.label], np.array(found)) for row in section.rows if (found := disparities(row))
     ]
     if not curves or not any(np.isfinite(curve.values).any() for curve in curves):
-        return Missing(USERS, "no run kept its users (per_user.parquet)"), ITEMS
+        return Missing(USERS, "no run kept its users (per_user.parquet)")
     name = f"{section.slug}-user-disparity"
     svg = line_plot(curves, first_slice=1, title="|busy - quiet|", name=name, from_zero=True)
     tidy = [
@@ -38,7 +44,69 @@ def fairness(section: Section, looks: Mapping[str, Stroke]) -> tuple[Part | Miss
         "in test queries up to the slice, because run folders do not hold training events; 0 is equal service."
     )
     legend = tuple((swatch(curve.look), curve.label) for curve in curves)
-    return Part(f"{name}-part", USERS, note, drawings=(drawing,), legend=legend), ITEMS
+    return Part(f"{name}-part", USERS, note, drawings=(drawing,), legend=legend)
+
+
+def exposure(section: Section, looks: Mapping[str, Stroke]) -> Part | Missing:
+    """Whose items fill the Top-10 of the full ranking, beside whose items are really met."""
+    told = [row for row in section.rows if all(_tells(run) for run in row.runs)]
+    if not told:
+        why = "metrics.parquet of these runs holds no exposure_head@10; runs of this version do"
+        return Missing(ITEMS, f"{why}, so run again to see it")
+    name = f"{section.slug}-exposure"
+    drawings = tuple(_share_drawing(f"{name}-{group}", group, told, looks) for group in ("head", "tail"))
+    legend = ((swatch(DASHED), OF_EVENTS), *((swatch(looks[row.label]), row.label) for row in told))
+    silent = [row.label for row in section.rows if row not in told]
+    note = (
+        "Shares of all Top-10 places, full ranking, model right after each slice. Head: the fifth of the available "
+        "items with most train events up to the slice; tail: the fifth with fewest; middle: the rest. A method that "
+        f"shows what people meet has the shares of the {OF_EVENTS}."
+    )
+    note += f" Not told by {', '.join(silent)}." if silent else ""
+    return Part(name, ITEMS, note, (_share_table(name, told),), drawings, legend)
+
+
+def _share_table(name: str, rows: Sequence[Row]) -> Table:
+    """Means over slices and seeds, and how far the head's share lies above its share of events."""
+    columns = [Column(group, "share of Top-10 places", ranked=False) for group in GROUPS]
+    columns.append(Column("head above events", "", "the head's share less its share of the test events", ranked=False))
+    lines, tidy = [], []
+    for row in rows:
+        places = [mean_share(row, PLACES[group]) for group in GROUPS]
+        above = places[0] - mean_share(row, EVENTS["head"])
+        lines.append(Line(row.label, tuple(Cell(number(v), value=v) for v in (*places, above)), row.is_trivial))
+        tidy.append((row.label, *places, above))
+    lines.sort(key=lambda line: (line.cells[-1].value, line.label))
+    met = [mean_share(rows[0], EVENTS[group]) for group in GROUPS]
+    footer = Line(OF_EVENTS, (*(Cell(number(v)) for v in met), Cell("")))
+    csv = to_csv(["method", *GROUPS, "head_above_events"], [*tidy, (OF_EVENTS, *met, 0.0)])
+    return Table(f"{name}-table", "Mean over slices and seeds", tuple(columns), tuple(lines), (footer,), csv)
+
+
+def _share_drawing(name: str, group: str, rows: Sequence[Row], looks: Mapping[str, Stroke]) -> Drawing:
+    curves = [Curve(row.label, looks[row.label], _over_slices(row.runs, PLACES[group])) for row in rows]
+    curves.append(Curve(OF_EVENTS, DASHED, _over_slices(rows[0].runs[:1], EVENTS[group])))
+    svg = line_plot(curves, first_slice=1, title=f"share of {group} items", name=name, from_zero=True)
+    tidy = [
+        (curve.label, run, t + 1, float(value)) for curve in curves for (run, t), value in np.ndenumerate(curve.values)
+    ]
+    caption = f"Top-10 places that go to {group} items; dotted: their share of the {OF_EVENTS}"
+    return Drawing(name, caption, svg, to_csv(["method", "run", "slice", f"share_{group}"], tidy))
+
+
+def mean_share(row: Row, metric: str) -> float:
+    """The mean over slices with queries and over seeds."""
+    found = _over_slices(row.runs, metric)
+    known = found[np.isfinite(found)]
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def _over_slices(runs: Sequence[Run], metric: str) -> np.ndarray:
+    return np.array([run.matrices["full", "all", metric].diagonal for run in runs])
+
+
+def _tells(run: Run) -> bool:
+    return all(("full", "all", metric) in run.matrices for metric in (*PLACES.values(), *EVENTS.values()))
 
 
 def disparities(row: Row) -> list[list[float]]:

@@ -9,13 +9,10 @@ import pyarrow.compute as pc
 
 from protofed.evaluation import significance
 from protofed.evaluation.significance import Interval, PerUser, average_seeds
-from protofed.report.runs import Run, read_parquet
+from protofed.report.runs import Run
 from protofed.report.sections import Section
+from protofed.report.users import SUM_COLUMN, UserFile
 from protofed.seeds import seed_of
-
-SUM_COLUMN = {"ndcg@10": "ndcg10_sum", "hr@10": "hr10_sum"}
-FILE = "per_user.parquet"
-COLUMNS = ["user", "slice_trained", "slice_tested", "n", *SUM_COLUMN.values()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +44,12 @@ def per_user(
 
     A row whose runs did not keep their users, or whose seeds answered different queries, is absent.
     """
-    kept = {label: own for label, own in runs.items() if all((run.path / FILE).is_file() for run in own)}
-    logs = {label: [_diagonal(run, candidates, subset, first_slice) for run in own] for label, own in kept.items()}
-    names = [chunk for seeds in logs.values() for table in seeds for chunk in table["user"].chunks]
+    kept = {label: known for label, own in runs.items() if (known := users_of(own))}
+    logs = {label: [_from(file, candidates, subset, first_slice) for file in own] for label, own in kept.items()}
+    names = [_names(table) for tables in logs.values() for table in tables]
     found = pc.unique(pa.chunked_array(names, pa.string())).sort()  # the order of the folders must not move a draw
     users = found if among is None else among
-    ends = [run.n_slices + 1 for own in kept.values() for run in own]
+    ends = [run.n_slices + 1 for label in kept for run in runs[label]]
     tables: dict[tuple[str, str], PerUser] = {}
     for label, seeds in logs.items():
         by_metric = _per_user(seeds, users, range(first_slice, max(ends)))
@@ -60,31 +57,53 @@ def per_user(
     return tables, users
 
 
-def _diagonal(run: Run, candidates: str, subset: str, first_slice: int) -> pa.Table:
+def users_of(runs: Sequence[Run]) -> tuple[UserFile, ...]:
+    """What each of a row's runs kept about its users; nothing unless all did."""
+    known = tuple(run.users for run in runs if run.users)
+    return known if len(known) == len(runs) else ()
+
+
+def by_user(table: pa.Table, column: str, users: pa.Array, slices: range) -> np.ndarray:
+    """A column as numbers by user and slice; 0 where there is no row, and rows of other users left out."""
+    kind = np.int64 if column == "n" else np.float64
+    spread = np.zeros((len(users), len(slices)), dtype=kind)
+    where = pc.fill_null(pc.index_in(_words(table), value_set=users), -1).to_numpy(zero_copy_only=False)
+    place, at = where[_codes(table)], table["slice_tested"].to_numpy() - slices.start
+    wanted = place >= 0
+    spread[place[wanted], at[wanted]] = table[column].to_numpy()[wanted]
+    return spread
+
+
+def _from(file: UserFile, candidates: str, subset: str, first_slice: int) -> pa.Table:
     """The rows of A[t, t] from some slice on."""
-    table = read_parquet(run.path / FILE, COLUMNS, [("candidates", "==", candidates), ("subset", "==", subset)])
-    on_diagonal = pc.equal(table["slice_trained"], table["slice_tested"])
-    table = table.filter(pc.and_(on_diagonal, pc.greater_equal(table["slice_tested"], first_slice)))
-    return table.set_column(0, "user", table["user"].cast(pa.string()))
+    table = file.rows(candidates, subset)
+    return table.filter(pc.greater_equal(table["slice_tested"], first_slice))
+
+
+def _words(table: pa.Table) -> pa.Array:
+    """The users' names, each once, in an order that `_codes` points into; names without a row may be among them."""
+    chunks = table["user"].chunks
+    return chunks[0].dictionary.cast(pa.string()) if chunks else pa.array([], pa.string())
+
+
+def _codes(table: pa.Table) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.int64), *(chunk.indices.to_numpy() for chunk in table["user"].chunks)])
+
+
+def _names(table: pa.Table) -> pa.Array:
+    """The users with a row."""
+    return _words(table).take(pa.array(np.unique(_codes(table)).astype(np.int64)))
 
 
 def _per_user(seeds: Sequence[pa.Table], users: pa.Array, slices: range) -> dict[str, PerUser]:
     """A table for each metric; none if the seeds did not answer the same queries."""
-    counts = [_spread(table, "n", users, slices) for table in seeds]
+    counts = [by_user(table, "n", users, slices) for table in seeds]
     if any((count != counts[0]).any() for count in counts):
         return {}
     return {
-        metric: average_seeds(np.stack([_spread(table, column, users, slices) for table in seeds]), counts[0])
+        metric: average_seeds(np.stack([by_user(table, column, users, slices) for table in seeds]), counts[0])
         for metric, column in SUM_COLUMN.items()
     }
-
-
-def _spread(table: pa.Table, column: str, users: pa.Array, slices: range) -> np.ndarray:
-    kind = np.int64 if column == "n" else np.float64
-    spread = np.zeros((len(users), len(slices)), dtype=kind)
-    place = pc.index_in(table["user"], value_set=users).to_numpy()
-    spread[place, table["slice_tested"].to_numpy() - slices.start] = table[column].to_numpy()
-    return spread
 
 
 def _intervals(tables: Mapping[tuple[str, str], PerUser], rng: np.random.Generator, n_users: int) -> Intervals:

@@ -12,14 +12,17 @@ import numpy as np
 
 from protofed.errors import MissingExtra, ProtoFedError
 from protofed.evaluation.forgetting import af_over_time
+from protofed.experiments.grid import Cell as GridCell
 from protofed.privacy.ledger import CLAIM
 from protofed.report import opening, provenance
 from protofed.report.ablations import ablation_part
 from protofed.report.beneficiaries import benefits
 from protofed.report.cautions import cautions
-from protofed.report.costs import MEMORY, efficiency, equal_bytes
+from protofed.report.costs import device_memory, efficiency, equal_bytes
+from protofed.report.coverage import Coverage, coverage, coverage_table
 from protofed.report.disparity import fairness
 from protofed.report.figures import Curve, heat_map, line_plot
+from protofed.report.held import Held, held, held_table
 from protofed.report.layout import Drawing, Missing, Part, Table, data_uri, number, sort_value, to_csv
 from protofed.report.overall import equal_epsilon, headline_with_costs
 from protofed.report.plasticity import adaptation, frontier_part
@@ -43,6 +46,14 @@ from protofed.report.tradeoff import tradeoff
 
 
 @dataclass(frozen=True, slots=True)
+class Filled:
+    """Which cells have runs, and where the cells of a grid stand if one was given."""
+
+    held: tuple[Held, ...]
+    of_grid: Coverage | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Chapter:
     """All the page shows about one section."""
 
@@ -60,13 +71,14 @@ class Chapter:
     limits: tuple[float, float]  # of the heat maps' colours
 
 
-def build(runs_folder: Path) -> tuple[str, dict[str, Any]]:
-    """The page of all runs below a folder, and its numbers for machines."""
+def build(runs_folder: Path, wanted: Sequence[GridCell] = ()) -> tuple[str, dict[str, Any]]:
+    """The page of all runs below a folder, and its numbers for machines; with `wanted`, what is missing of a grid."""
     runs, unfinished = find_runs(runs_folder)
     results = [compute(section) for section in group(runs)]
     warned = cautions(results, unfinished)
     chapters = [_chapter(found) for found in results]
-    return render(chapters, warned, unfinished), summary(results, warned, unfinished)
+    filled = Filled(held(runs, unfinished), coverage(wanted, runs, unfinished) if wanted else None)
+    return render(chapters, warned, unfinished, filled), summary(results, warned, unfinished)
 
 
 def write(page: str, out: Path) -> None:
@@ -107,7 +119,7 @@ def summary(results: Sequence[Results], warned: Sequence[str], unfinished: Seque
     }
 
 
-def render(chapters: Sequence[Chapter], warned: Sequence[str], unfinished: Sequence[Unfinished]) -> str:
+def render(chapters: Sequence[Chapter], warned: Sequence[str], unfinished: Sequence[Unfinished], filled: Filled) -> str:
     """The HTML text."""
     try:
         from jinja2 import Environment, StrictUndefined
@@ -132,7 +144,9 @@ def render(chapters: Sequence[Chapter], warned: Sequence[str], unfinished: Seque
         n_runs=sum(len(row.runs) for section in sections for row in section.rows),
         methods=sorted({row.label for section in sections for row in section.rows}),
         seeds=sorted({seed for section in sections for row in section.rows for seed in row.seeds}),
-        coverage=provenance.coverage(sections, unfinished),
+        coverage=held_table(filled.held),
+        of_grid=coverage_table(filled.of_grid) if filled.of_grid else None,
+        lacking=[(cell.folder, state) for cell, state in filled.of_grid.lacking] if filled.of_grid else [],
         releases=provenance.releases(sections),
         claim=CLAIM,
         environments=provenance.environments(sections),
@@ -182,7 +196,7 @@ def answers(results: Results, looks: Mapping[str, Stroke]) -> tuple[Part | Missi
         *benefits(results),
         *fairness(section, looks),
         efficiency(section),
-        MEMORY,
+        device_memory(section),
     )
 
 

@@ -9,7 +9,7 @@ from protofed.privacy.accountant import Adversary, adjacency, epsilon, rounded_u
 from protofed.privacy.ledger import Ledger, Trust
 from protofed.report.layout import MISSING, Cell, Column, Line, Table, to_csv
 from protofed.report.runs import Run
-from protofed.report.sections import Row, Section
+from protofed.report.sections import Section
 
 UNPRICED = "dp-accounting is not installed, so ε is unknown here; `protofed privacy --ledger FILE` computes it"
 
@@ -36,23 +36,30 @@ class Price:
         return f"ε = {epsilon_text(self.released)}, δ = {self.delta:g}, {self.trust} trust"
 
 
-def row_price(row: Row) -> Price | None:
-    """The dearest of the row's seeds; None where nothing was released."""
-    prices = [price(run) for run in row.runs if run.releases]
-    return max(prices, key=lambda found: found.released if found.known else 0.0, default=None)
-
-
 def price(run: Run) -> Price:
     """What the run's ledger comes to."""
-    delta = float(run.config.get("privacy", {}).get("delta", 1e-5))
-    released, server = (_priced(run.releases, delta, run.trust, adversary) for adversary in ("release", "server"))
-    return Price(run.releases, delta, run.trust, released, server)
+    return _price(*_terms(run))
+
+
+def _price(ledger: Ledger, delta: float, trust: Trust) -> Price:
+    released, server = (_priced(ledger, delta, trust, adversary) for adversary in ("release", "server"))
+    return Price(ledger, delta, trust, released, server)
 
 
 def prices_of(section: Section) -> dict[str, Price]:
-    """The price of every row that released something, by its label."""
-    found = {row.label: row_price(row) for row in section.rows}
-    return {label: known for label, known in found.items() if known}
+    """The price of every row that released something, by its label: that of the dearest of its seeds."""
+    terms = {row.label: [_terms(run) for run in row.runs if run.releases] for row in section.rows}
+    known = {one: _price(*one) for one in dict.fromkeys(one for own in terms.values() for one in own)}  # each once
+    return {label: max((known[one] for one in own), key=_dearness) for label, own in terms.items() if own}
+
+
+def _terms(run: Run) -> tuple[Ledger, float, Trust]:
+    """All that ε is computed from."""
+    return run.releases, float(run.config.get("privacy", {}).get("delta", 1e-5)), run.trust
+
+
+def _dearness(found: Price) -> float:
+    return found.released if found.known else 0.0
 
 
 def equal_groups(prices: Mapping[str, Price]) -> dict[str, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Where the numbers come from: coverage, releases, environments, commands and configs."""
+"""Where the numbers come from: releases, environments, commands and configs."""
 
 import json
 import shlex
@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from protofed.report.layout import Cell, Column, Line, Table, to_csv
-from protofed.report.runs import Run, Unfinished
+from protofed.report.runs import Run
 from protofed.report.sections import Row, Section
 
 
@@ -29,19 +28,6 @@ class Settings:
     seeds: str
     folders: str
     text: str
-
-
-def coverage(sections: Sequence[Section], unfinished: Sequence[Unfinished]) -> Table:
-    """Which seeds of which row exist for each data set."""
-    rows = {(section.title, row.label): row for section in sections for row in section.rows}
-    labels = sorted({label for _, label in rows})
-    lines = [Line(label, tuple(_seeds(rows.get((section.title, label))) for section in sections)) for label in labels]
-    columns = tuple(Column(section.title, "seeds of finished runs", ranked=False) for section in sections)
-    tidy: list[tuple[object, ...]] = [
-        (title, label, seed) for (title, label), row in sorted(rows.items()) for seed in row.seeds
-    ]
-    tidy += [(run.config.get("dataset", ""), f"{run.config.get('method', '')} (unfinished)", "") for run in unfinished]
-    return Table("coverage", "", columns, tuple(lines), csv=to_csv(["dataset", "method", "seed"], tidy))
 
 
 def releases(sections: Sequence[Section]) -> tuple[Released, ...]:
@@ -89,10 +75,6 @@ def settings(sections: Sequence[Section]) -> tuple[Settings, ...]:
 
 def _all(sections: Sequence[Section]) -> list[tuple[Section, Row, Run]]:
     return [(section, row, run) for section in sections for row in section.rows for run in row.runs]
-
-
-def _seeds(row: Row | None) -> Cell:
-    return Cell(", ".join(map(str, row.seeds)), value=float(len(row.seeds))) if row else Cell("–", value=0.0)
 
 
 def _counted(ledger: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, int], ...]:

@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from jaxtyping import Float, Int64
 
 from protofed.errors import DataError, ProtoFedError, RunFolderError
+from protofed.evaluation.exposure import EVENTS, PLACES
 from protofed.privacy.ledger import Ledger, Release, Trust, read_ledger
 from protofed.report.journal import Record, read_journal
+from protofed.report.parquet import read_parquet
+from protofed.report.users import FILE, UserFile
 
 METRICS = ("ndcg@10", "hr@10")
+SHARES = (*PLACES.values(), *EVENTS.values())  # of A[t, t] alone; runs of earlier versions have none
 Measure = tuple[str, str, str]  # candidates, subset, metric
 
 
@@ -55,6 +58,7 @@ class Run:
     releases: Ledger = ()  # the same releases, for pricing
     trust: Trust = "central"
     journal: tuple[Record, ...] = ()  # what the method told about slices 1..T
+    users: UserFile | None = None  # None where the run kept none
 
     @property
     def seed(self) -> int:
@@ -108,17 +112,17 @@ def read_run(folder: Path, name: str) -> Run:
         releases=releases,
         trust=trust,
         journal=read_journal(folder / "log.jsonl"),
+        users=UserFile(folder / FILE) if (folder / FILE).is_file() else None,
     )
 
 
 def read_matrices(path: Path) -> dict[Measure, Matrix]:
-    """A[s, t] of every measure at cut-off 10 on the test parts."""
+    """A[s, t] of every measure at cut-off 10 on the test parts, and the shares of items by popularity."""
     columns = ["slice_trained", "slice_tested", "split", "candidates", "subset", "metric", "value", "n_queries"]
     table = read_parquet(path, columns)
-    table = table.filter(
-        pc.and_(pc.equal(table["split"], "test"), pc.is_in(table["metric"], value_set=pa.array(METRICS)))
-    )
-    if not len(table):
+    wanted = pc.is_in(table["metric"], value_set=pa.array([*METRICS, *SHARES]))
+    table = table.filter(pc.and_(pc.equal(table["split"], "test"), wanted))
+    if not pc.any(pc.is_in(table["metric"], value_set=pa.array(METRICS))).as_py():
         raise RunFolderError(f"{path} holds no test row of {' or '.join(METRICS)}; delete its folder and run again")
     tested, trained, value, n = (
         table[column].to_numpy() for column in ("slice_tested", "slice_trained", "value", "n_queries")
@@ -132,20 +136,6 @@ def read_matrices(path: Path) -> dict[Measure, Matrix]:
     counts = np.zeros((len(place), size, size), dtype=np.int64)
     counts[where, tested, trained] = n
     return {measure: Matrix(values[index], counts[index]) for measure, index in place.items()}
-
-
-def read_parquet(path: Path, columns: list[str], filters: list[tuple[str, str, str]] | None = None) -> pa.Table:
-    """Some columns of a parquet file; a damaged file or a missing column is one clear line."""
-    way_out = "delete its folder and run again with the same command"
-    try:
-        found = pq.read_schema(path).names
-        missing = [column for column in columns if column not in found]
-        if not missing:
-            return pq.read_table(path, columns=columns, filters=filters)
-    except (pa.ArrowException, OSError) as problem:
-        reason = str(problem).splitlines()[0]
-        raise RunFolderError(f"{path} is not a readable parquet file ({reason}); {way_out}") from problem
-    raise RunFolderError(f"{path} has no column {', '.join(missing)} (found {', '.join(found)}); {way_out}")
 
 
 def _name(folder: Path, root: Path) -> str:

@@ -3,16 +3,17 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from protofed.config import method_label
-from protofed.report.runs import Run
+from protofed.report.runs import Run, Unfinished
 
 TRIVIAL = ("frozen", "frozen-no-new-rows", "personal-memory", "popularity")
 NOT_SETTINGS = ("seed", "out", "root", "device")  # they may differ between the seeds of one row
 ANSWERED = ("dataset", "clients", "stream")  # what decides the queries, and so who may be compared
+AnyRun = TypeVar("AnyRun", bound=Run | Unfinished)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +56,24 @@ class Section:
 
 def group(runs: Sequence[Run]) -> tuple[Section, ...]:
     """Sections ordered by title, their rows by label, their runs by seed."""
-    by_stream = _by(runs, lambda run: _canonical({key: run.config.get(key) for key in ANSWERED}))
-    asked = [_flat({key: members[0].config.get(key) for key in ANSWERED}) for members in by_stream]
-    names = [members[0].config["dataset"] for members in by_stream]
-    titles = distinct_labels(names, asked)
-    sections = [_section(title, members) for title, members in zip(titles, by_stream, strict=True)]
+    sections = [_section(title, members) for title, members in by_stream(runs)]
     return tuple(sorted(sections, key=lambda section: section.title))
+
+
+def by_stream(runs: Sequence[AnyRun]) -> list[tuple[str, list[AnyRun]]]:
+    """Runs that are asked the same queries, under the data set's name and the settings that tell it from another."""
+    groups = _by(runs, lambda run: _canonical({key: run.config.get(key) for key in ANSWERED}))
+    asked = [_flat({key: members[0].config.get(key) for key in ANSWERED}) for members in groups]
+    titles = distinct_labels([members[0].config["dataset"] for members in groups], asked)
+    return list(zip(titles, groups, strict=True))
+
+
+def alike(runs: Sequence[AnyRun]) -> list[tuple[str, list[AnyRun]]]:
+    """Runs that differ by seed alone, under their method's name and the settings that tell it from another."""
+    groups = _by(runs, lambda run: _canonical(_settings(run)))
+    names = [method_name(members[0].config) for members in groups]
+    labels = distinct_labels(names, [_flat(_settings(members[0])) for members in groups])
+    return list(zip(labels, groups, strict=True))
 
 
 def distinct_labels(names: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -89,11 +102,8 @@ def _section(title: str, found: Sequence[Run]) -> Section:
     longest = max(run.n_slices for run in found)
     runs = [run for run in found if run.n_slices == longest]
     cut_short = tuple(run.folder for run in found if run.n_slices < longest)
-    groups = _by(runs, lambda run: _canonical(_settings(run)))
-    names = [method_name(members[0].config) for members in groups]
-    labels = distinct_labels(names, [_flat(_settings(members[0])) for members in groups])
     rows, duplicates = [], []
-    for label, members in zip(labels, groups, strict=True):
+    for label, members in alike(runs):
         by_seed = {run.seed: run for run in reversed(members)}  # the first folder of a seed is kept
         duplicates += [run.folder for run in members if by_seed[run.seed] is not run]
         rows.append(Row(label, members[0].config["method"], tuple(by_seed[seed] for seed in sorted(by_seed))))
@@ -116,7 +126,7 @@ def method_name(config: Mapping[str, Any]) -> str:
     )
 
 
-def _settings(run: Run) -> dict[str, Any]:
+def _settings(run: Run | Unfinished) -> dict[str, Any]:
     return {key: value for key, value in run.config.items() if key not in NOT_SETTINGS}
 
 
@@ -129,8 +139,8 @@ def _canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def _by(runs: Iterable[Run], key: Any) -> list[list[Run]]:
-    groups: dict[str, list[Run]] = {}
+def _by(runs: Iterable[AnyRun], key: Callable[[AnyRun], str]) -> list[list[AnyRun]]:
+    groups: dict[str, list[AnyRun]] = {}
     for run in runs:
         groups.setdefault(key(run), []).append(run)
     return list(groups.values())

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import save_file
 
 from protofed.config import RunConfig, read_toml, to_toml
 from protofed.errors import RunFolderError
-from protofed.experiments.folder import RunFolder, load_checkpoint, opened
+from protofed.experiments.folder import RunFolder, finish, load_checkpoint, opened
 from protofed.experiments.run import Experiment
 from protofed.privacy.ledger import read_ledger
 
@@ -25,7 +26,7 @@ def test_a_finished_folder_holds_every_file_of_the_contract(tmp_path):
     folder = experiment(tmp_path).run(tmp_path / "run")
     names = {path.name for path in folder.path.iterdir()} - {".lock"}
     assert names == {
-        *("config.toml", "metrics.parquet", "per_user.parquet", "timing.parquet", "ledger.json"),
+        *("config.toml", "metrics.parquet", "per_user.parquet", "ranks.parquet", "timing.parquet", "ledger.json"),
         *("checkpoint.safetensors", "log.jsonl", "environment.json"),
     }
     assert read_toml(folder.path / "config.toml") == experiment(tmp_path).config
@@ -46,7 +47,7 @@ def test_tables_have_the_columns_of_the_contract_and_are_sorted(tmp_path):
     assert rows == sorted(rows)
     assert len(rows) == len(set(rows))
     identity = ["user", "slice_trained", "slice_tested", "candidates", "subset"]
-    assert users.column_names == [*identity, "n", "ndcg10_sum", "hr10_sum"]
+    assert users.column_names == [*identity, "n", "ndcg10_sum", "hr10_sum", "drift"]
     assert len(users) == len({tuple(row[key] for key in identity) for row in users.to_pylist()})
 
 
@@ -68,10 +69,50 @@ def test_per_user_sums_add_up_to_the_metrics(tmp_path):
         assert metrics[key]["value"] == pytest.approx(total / n, abs=1e-12)
 
 
+def test_ranks_are_in_the_order_of_the_queries_and_mean_what_the_metrics_say(tmp_path):
+    folder = experiment(tmp_path).run(tmp_path / "run")
+    ranks, data = folder.table("ranks"), worlds.tiny_stream()
+    sets = [data.query_set(index, "test") for index in range(data.n_slices + 1)]
+    assert ranks["slice"].to_pylist() == [asked.slice_index for asked in sets for _ in range(len(asked))]
+    names = data.log.user_ids.to_pylist()
+    assert ranks["user"].to_pylist() == [str(names[user]) for asked in sets for user in asked.users.tolist()]
+    assert max(ranks["full"].to_pylist()) == 21
+    metrics = [row for row in folder.table("metrics").to_pylist() if row["slice_trained"] == row["slice_tested"]]
+    rows = ranks.to_pylist()
+    for found in [row for row in metrics if row["split"] == "test" and row["metric"] in ("mrr@20", "hr@10")]:
+        kind = found["candidates"]
+        asked = [row for row in rows if row["slice"] == found["slice_tested"] and row[found["subset"]]]
+        assert all(row[kind] >= 1 for row in asked)
+        worth = [(1 / row[kind] if row[kind] <= 20 else 0, row[kind] <= 10) for row in asked]
+        by_hand = [value[found["metric"] == "hr@10"] for value in worth]
+        assert found["value"] == pytest.approx(sum(by_hand) / len(asked), abs=1e-12)
+    assert all((row["sampled_hard"] == 0) == row["novel"] for row in rows)
+
+
+def test_a_run_begun_before_ranks_and_drift_were_kept_ends_without_its_ranks(tmp_path):
+    folder = experiment(tmp_path).run(tmp_path / "run")
+    whole = {name: folder.table(name) for name in ("metrics", "per_user", "timing", "ranks")}
+    (folder.path / "slices").mkdir()
+    for name, table in whole.items():
+        key = "slice" if "slice" in table.column_names else "slice_trained"
+        for index in range(3):
+            part = table.filter(pc.equal(table[key], index))
+            if name == "per_user" and index == 0:
+                part = part.drop_columns("drift")
+            if name != "ranks" or index > 0:
+                pq.write_table(part, folder.path / "slices" / f"{name}-{index}.parquet")
+    for name in whole:
+        (folder.path / f"{name}.parquet").unlink()
+    finish(folder, 2)
+    assert not (folder.path / "ranks.parquet").exists()
+    assert folder.table("metrics") == whole["metrics"]
+    assert folder.table("per_user").drop_columns("drift") == whole["per_user"].drop_columns("drift")
+
+
 def test_the_same_seed_gives_the_same_bytes_and_another_cache_changes_nothing(tmp_path):
     first = experiment(tmp_path / "a").run(tmp_path / "a" / "run")
     second = experiment(tmp_path / "b").run(tmp_path / "b" / "run")
-    for name in ("metrics.parquet", "per_user.parquet"):
+    for name in ("metrics.parquet", "per_user.parquet", "ranks.parquet"):
         assert (first.path / name).read_bytes() == (second.path / name).read_bytes()
 
 

@@ -142,8 +142,10 @@ def test_settings_reach_the_config_and_the_sweep_goes_before_the_variant_before_
 
 
 def test_a_preset_among_the_settings_brings_its_width():
-    grid = Grid(("synthetic",), ("frozen",), settings=(("preset", "paper"),))
-    assert [(cell.config.preset, cell.config.backbone.width) for cell in cells(grid, settle)] == [("paper", 256)]
+    grid = Grid(("synthetic",), ("frozen",), settings=(("preset", "paper"),), sweep=(("training.patience", (3,)),))
+    (cell,) = cells(grid, settle)
+    assert (cell.config.preset, cell.config.backbone.width) == ("paper", 256)
+    assert "--set preset=paper" in cell.command()
 
 
 def test_what_a_method_brings_along_is_kept():
@@ -167,7 +169,7 @@ def test_the_command_of_a_cell_makes_the_same_config():
     grid = Grid(("synthetic",), ("protofed-sp",), settings=(("training.learning_rate", 1e-4),), variants=variants)
     cell = cells(grid, settle)[1]
     words = cell.command("--out", "x").split()
-    plain = "protofed run --dataset synthetic --method protofed-sp --preset small --seed 0 --set"
+    plain = "protofed run --dataset synthetic --method protofed-sp --seed 0 --set"
     assert " ".join(words).startswith(plain)
     sets = [word for flag, word in itertools.pairwise(words) if flag == "--set"]
     assert settle({"dataset": "synthetic", "method": "protofed-sp", "seed": 0}, None, sets) == cell.config

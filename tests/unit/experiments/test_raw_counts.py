@@ -1,4 +1,4 @@
-"""No run may state ε and rank by raw counts, whichever switch made it private."""
+"""No run may state ε and rank by raw counts, whoever made it private."""
 
 import pytest
 import torch
@@ -17,8 +17,9 @@ def test_a_prior_of_raw_counts_is_refused_beside_any_release_and_only_there():
     refuse_raw_counts((Release(1.0, 0.1),), tiny_config())
 
 
-def test_a_method_made_private_by_its_own_switch_is_refused_too(tmp_path):
-    config = tiny_config(method="fedavg", hyper="private = true", scoring__popularity_prior=0.5)
+@pytest.mark.parametrize(("method", "wrap"), [("fedavg", True), ("finetune-last", True), ("protofed-sp", False)])
+def test_a_private_run_with_such_a_prior_is_refused_before_anything_is_released(method, wrap, tmp_path):
+    config = tiny_config(method=method, privacy__wrap=wrap, scoring__popularity_prior=0.5)
     with pytest.raises(ConfigError, match="counts raw events"):
         Experiment(config, tiny_log(), tmp_path / "cache", torch.device("cpu")).run(tmp_path / "run")
     assert not (tmp_path / "run" / "ledger.json").exists() or '"releases": []' in (

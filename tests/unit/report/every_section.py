@@ -11,6 +11,12 @@ USERS = {f"user {n:02d}": tuple(2 + (n + s) % 2 for s in range(N_SLICES + 1)) fo
 LEDGER = [{"noise_multiplier": 1.0, "sampling_rate": 1.0, "count": 8}]
 WEAK = [{"noise_multiplier": 4.0, "sampling_rate": 1.0, "count": 8}]
 COSTS = {"trainable_parameters": 640, "trainable_parameters_per_user": 1024}
+HELD = {
+    "device_bytes_backbone": 2e6,
+    "device_bytes_prototypes": 9e4,
+    "device_bytes_prompts": 4096,
+    "device_bytes_rows": 820.5,
+}
 
 
 def falling(level: float, seed: int = 0) -> Callable[[int, int, str, str, str], float]:
@@ -22,6 +28,21 @@ def falling(level: float, seed: int = 0) -> Callable[[int, int, str, str, str], 
         return (level - missed + 0.004 * seed * (1 + tested % 2)) * factor * (1.3 if metric == "hr@10" else 1.0)
 
     return value
+
+
+def moved(user: str, tested: int) -> float | None:
+    """Later users drift more; nobody drifts in the base block."""
+    return 0.01 * int(user.split()[1]) + 0.001 * tested if tested else None
+
+
+def shares(lead: float) -> Callable[[int, str], float]:
+    """Half of the events are on head items, and the head has so much more of the places."""
+
+    def share(tested: int, metric: str) -> float:
+        head, tail = (0.5 + lead + 0.01 * tested, 0.1 - lead / 10) if "exposure" in metric else (0.5, 0.2)
+        return {"head": head, "tail": tail}.get(metric.split("_")[1].split("@")[0], 1 - head - tail)
+
+    return share
 
 
 def log(slices: int = N_SLICES, **told: Any) -> list[dict[str, Any]]:
@@ -37,12 +58,12 @@ def protofed(mode: str = "reference", ablate: str = "", lambda_max: float = 1.0,
 
 def write_every_section(root: Path) -> Path:
     """Two seeds of the full method, a run of everything else."""
-    shared = {"users": USERS, "subsets": ("all", "novel", "repeat"), "asked": half_novel}
-    talk = log(bytes_up=65, bytes_down=8192, **COSTS)
+    shared = {"users": USERS, "subsets": ("all", "novel", "repeat"), "asked": half_novel, "drift": moved}
+    talk = log(bytes_up=65, bytes_down=8192, **COSTS, **HELD)
     ours = {"method": "protofed-sp", "log": talk, **shared}
 
     def write(name: str, level: float, **kind: Any) -> None:
-        write_run(root / name, falling(level, kind.get("seed", 0)), **kind)
+        write_run(root / name, falling(level, kind.get("seed", 0)), shares=shares(0.4 * (0.9 - level)), **kind)
 
     for seed in (0, 1):
         write(f"sp-{seed}", 0.66, seed=seed, settings=protofed(), ledger=LEDGER, **ours)

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from protofed.evaluation.exposure import GROUPS
 from protofed.privacy.ledger import Release, write_ledger
 
 Users = Mapping[str, Sequence[int]]  # how many queries a user has in each slice 0..T
@@ -21,6 +22,7 @@ Cells = Sequence[tuple[int, int, str, str]]  # (trained, tested, candidates, sub
 CANDIDATES = ("sampled", "full")
 SUBSETS = ("all", "novel")
 METRICS = ("ndcg@10", "hr@10")
+SHARES = tuple(f"{kind}_{group}{end}" for kind, end in (("exposure", "@10"), ("events", "")) for group in GROUPS)
 
 
 def in_every_subset(n: int, subset: str) -> int:
@@ -55,6 +57,8 @@ def write_run(
     per_user: bool = True,
     log: Sequence[Mapping[str, Any]] = (),
     asked: Asked = in_every_subset,
+    drift: Callable[[str, int], float | None] | None = None,
+    shares: Callable[[int, str], float] | None = None,
 ) -> Path:
     """A finished run whose every user scores the slice's value, times the user's skill, on each of its queries."""
     users = users or {"ann": (1, 2, 1), "bob": (1, 1, 2), "cleo": (2, 0, 1)}
@@ -64,8 +68,12 @@ def write_run(
     cells = [(t, s, c, b) for t in range(n_slices) for s in range(n_slices) for c in candidates for b in subsets]
     skill = {user: 1.0 for user in users} | dict(skill or {})
     write_metrics(folder / "metrics.parquet", cells, value, users, skill, asked)
+    if shares:
+        add_shares(folder / "metrics.parquet", n_slices, shares)
     if per_user:
         write_per_user(folder / "per_user.parquet", cells, value, users, skill, asked)
+    if drift:
+        add_drift(folder / "per_user.parquet", drift)
     if log:
         (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in log), encoding="utf-8")
     stages = seconds or {"warm-up": 3.0, "learn": 2.0, "evaluate": 1.0}
@@ -150,6 +158,26 @@ def write_per_user(
     names = ["user", "slice_trained", "slice_tested", "candidates", "subset", "n", "ndcg10_sum", "hr10_sum"]
     kinds = [pa.string(), pa.int32(), pa.int32(), pa.string(), pa.string(), pa.int64(), pa.float64(), pa.float64()]
     _write(path, names, kinds, rows)
+
+
+def add_shares(path: Path, n_slices: int, shares: Callable[[int, str], float]) -> None:
+    """The shares of items by popularity, for s = t alone."""
+    told = pq.read_table(path)
+    rows = [
+        (t, t, "test", "full", "all", metric, shares(t, metric), 9, 3) for t in range(n_slices) for metric in SHARES
+    ]
+    more = pa.table(
+        [pa.array(c, f.type) for c, f in zip(zip(*rows, strict=True), told.schema, strict=True)], told.schema
+    )
+    pq.write_table(pa.concat_tables([told, more]), path)
+
+
+def add_drift(path: Path, drift: Callable[[str, int], float | None]) -> None:
+    """A column with each user's drift in the slice tested, for s = t alone."""
+    rows = pq.read_table(path)
+    where = zip(*(rows[name].to_pylist() for name in ("user", "slice_tested", "slice_trained")), strict=True)
+    column = pa.array([drift(user, s) if s == t else None for user, s, t in where], pa.float64())
+    pq.write_table(rows.append_column("drift", column), path)
 
 
 def _write(path: Path, names: list[str], kinds: list[pa.DataType], rows: Sequence[Sequence[object]]) -> None:

@@ -6,14 +6,24 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-from every_section import write_every_section
+from every_section import USERS, write_every_section
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from run_folders import table, write_run
 
 from protofed.evaluation.significance import PerUser, bootstrap_difference
 from protofed.evaluation.strata import benjamini_hochberg, sign_flip_p
-from protofed.report.beneficiaries import Pair, benefits, block_p, groups_of, pair, rivals, user_gains
+from protofed.report.beneficiaries import (
+    DRIFT,
+    Pair,
+    benefits,
+    block_p,
+    groups_of,
+    mean_drift,
+    pair,
+    rivals,
+    user_gains,
+)
 from protofed.report.layout import Part
 from protofed.report.runs import find_runs
 from protofed.report.sections import group
@@ -106,12 +116,18 @@ def test_the_gain_of_a_group_is_its_paired_difference(results: Results) -> None:
         "activity: high third",
         "activity: middle third",
         "activity: low third",
+        "drift: high third",
+        "drift: middle third",
+        "drift: low third",
         "repeat",
         "novel",
     ]
     thirds = [groups[f"activity: {name} third"] for name in ("low", "middle", "high")]
     assert sorted(user for third in thirds for user in third.users.to_pylist()) == sorted(whole.users.to_pylist())
     assert thirds[0].counts.sum(1).max() <= thirds[2].counts.sum(1).min()
+    drifting = {name: groups[f"drift: {name} third"].users.to_pylist() for name in ("low", "middle", "high")}
+    by_drift = sorted(USERS)  # later users drift more
+    assert drifting == {"low": by_drift[:4], "middle": by_drift[4:8], "high": by_drift[8:]}
     first = benefits(results)[0]
     assert isinstance(first, Part)
     drawing = first.drawings[-1]
@@ -135,3 +151,26 @@ def test_the_volcano_holds_every_tested_user_and_no_names(results: Results) -> N
     found = sum(float(row["p_adjusted"]) <= 0.05 and float(row["gain"]) > 0 for row in rows)
     assert f" {found} gain (green)" in first.note
     assert "user 0" not in first.drawings[0].csv + first.drawings[0].svg
+
+
+def test_a_users_drift_is_the_mean_over_the_slices_that_know_it(tmp_path: Path) -> None:
+    def drift(user: str, tested: int) -> float | None:
+        return {("ann", 0): 9.0, ("ann", 1): 0.2, ("ann", 2): 0.6, ("bob", 2): 0.5}.get((user, tested))
+
+    write_run(tmp_path / "old", lambda *_: 0.5, method="ewc")
+    write_run(tmp_path / "new", lambda *_: 0.5, method="lwf", drift=drift)
+    old, new = (row.runs for row in group(find_runs(tmp_path)[0])[0].rows)
+    users = pa.array(["ann", "bob", "cleo", "dora"])
+    told = mean_drift({"ours": old, "other": new}, users)
+    np.testing.assert_allclose(told, [0.4, 0.5, np.nan, np.nan])
+    assert np.isnan(mean_drift({"ours": old}, users)).all()
+
+
+def test_runs_without_drift_say_so_and_keep_their_other_groups(tmp_path: Path) -> None:
+    for method in ("protofed-sp", "frozen"):
+        write_run(tmp_path / method, lambda *_: 0.5, method=method)
+    (section,) = group(find_runs(tmp_path)[0])
+    first, gap = benefits(compute(section))
+    assert isinstance(first, Part)
+    assert gap == DRIFT
+    assert "drift: low third" not in [row["group"] for row in table(first.drawings[-1].csv)]

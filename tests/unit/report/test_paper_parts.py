@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from every_section import LEDGER, N_SLICES, USERS, WEAK, write_every_section
+from every_section import LEDGER, N_SLICES, USERS, WEAK, shares, write_every_section
 from run_folders import table, write_run
 
 from protofed.evaluation.fairness import user_disparity
 from protofed.evaluation.significance import PerUser, bootstrap_difference
 from protofed.privacy.accountant import gaussian_epsilon
 from protofed.report.ablations import ablation_part
-from protofed.report.costs import cost_of, count, efficiency, equal_bytes, size
+from protofed.report.costs import cost_of, count, device_memory, efficiency, equal_bytes, size
 from protofed.report.disparity import fairness
 from protofed.report.layout import Missing, Part
 from protofed.report.opening import compared, forest, overview, sentences
@@ -94,11 +94,10 @@ def part(found: Part | Missing) -> Part:
     return found
 
 
-def test_these_runs_fill_every_part_but_those_that_no_run_folder_can(results: Results, section: Section) -> None:
+def test_these_runs_fill_every_part(results: Results, section: Section) -> None:
     found = answers(results, looks(section))
-    missing = [one.title for one in found if isinstance(one, Missing)]
-    assert missing == ["Gains by drift", "Exposure of head and tail items", "On-device memory"]
-    assert len({one.name for one in found if isinstance(one, Part)}) == len(found) - 3
+    assert [one.title for one in found if isinstance(one, Missing)] == []
+    assert len({one.name for one in found if isinstance(one, Part)}) == len(found)
 
 
 def test_runs_that_contain_nothing_leave_one_line_for_each_part(tmp_path: Path) -> None:
@@ -206,6 +205,48 @@ def test_fairness_is_the_gap_between_thirds_by_queries_so_far(root: Path, sectio
     for t in range(1, N_SLICES + 1):
         slow = user_disparity(sums[:, t], counts[:, t], counts[:, : t + 1].sum(1)).disparity
         assert read["ewc (private)", "0", t] == pytest.approx(slow, rel=1e-4, abs=1e-9)
+
+
+def test_exposure_is_each_groups_share_beside_its_share_of_events(root: Path, section: Section) -> None:
+    found = part(fairness(section, looks(section))[1])
+    told = {
+        (row["slice_tested"], row["metric"]): row["value"]
+        for row in pq.read_table(root / "ewc" / "metrics.parquet").to_pylist()
+        if row["metric"].startswith(("exposure", "events"))
+    }
+    head, tail = (table(drawing.csv) for drawing in found.drawings)
+    for rows, group_ in ((head, "head"), (tail, "tail")):
+        read = {(r["method"], int(r["slice"])): float(r[f"share_{group_}"]) for r in rows if r["run"] == "0"}
+        for t in range(1, N_SLICES + 1):
+            assert read["ewc (private)", t] == pytest.approx(told[t, f"exposure_{group_}@10"])
+            assert read["test events", t] == pytest.approx(told[t, f"events_{group_}"])
+    lines = {row["method"]: row for row in table(found.tables[0].csv)}
+    mean = np.mean([told[t, "exposure_head@10"] for t in range(1, N_SLICES + 1)])
+    assert float(lines["ewc (private)"]["head"]) == pytest.approx(mean)
+    assert float(lines["ewc (private)"]["head_above_events"]) == pytest.approx(mean - 0.5)
+    assert [float(lines["test events"][group_]) for group_ in ("head", "middle", "tail")] == [0.5, 0.3, 0.2]
+
+
+def test_rows_that_do_not_tell_exposure_are_named_and_none_is_a_reason(tmp_path: Path) -> None:
+    write_run(tmp_path / "old", lambda *_: 0.5, method="ewc")
+    (only,) = group(find_runs(tmp_path)[0])
+    assert isinstance(fairness(only, looks(only))[1], Missing)
+    write_run(tmp_path / "new", lambda *_: 0.5, method="lwf", shares=shares(0.1))
+    (both,) = group(find_runs(tmp_path)[0])
+    found = part(fairness(both, looks(both))[1])
+    assert found.note.endswith("Not told by ewc.")
+    assert [line.label for line in found.tables[0].lines] == ["lwf"]
+
+
+def test_memory_is_what_the_runs_told_and_its_sum(section: Section) -> None:
+    found = part(device_memory(section)).tables[0]
+    labels = [column.label for column in found.columns]
+    assert labels == ["together", "backbone", "prototypes", "prompts", "own rows"]
+    cells = {line.label: [cell.text for cell in line.cells] for line in found.lines}
+    assert cells[FULL] == ["2.09 MB", "2.00 MB", "90.0 kB", "4.10 kB", "820 B"]
+    assert "fedavg" not in cells
+    (row,) = [row for row in table(found.csv) if row["method"] == FULL]
+    assert float(row["together"]) == pytest.approx(2e6 + 9e4 + 4096 + 820.5, rel=1e-5)
 
 
 def test_costs_are_what_the_runs_told_and_blank_where_they_did_not(results: Results, section: Section) -> None:
