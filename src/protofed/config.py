@@ -85,7 +85,7 @@ class PrivacyConfig:
     count_weight: float = 0.25  # c: what a contribution adds to its prototype's count
     newcomer_share: float = 0.85  # of ε, for the release of new items' rows; the rounds get what is left
     newcomer_noise: float = 0.0  # multiplier of that release; 0: solved for its share (no budget: twice the rounds')
-    wrap: bool = False  # a method without a mechanism of its own learns by private steps
+    wrap: bool = False  # a method other than protofed-sp is private: by its own mechanism, else by private steps
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ def seed_of(seed: int, *names: str | int) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def stream(seed: int, *names: str | int) -> Generator:
+def stream(seed: int, *names: str | int, device: torch.device | str = "cpu") -> Generator:
     """A generator for one purpose, e.g. stream(7, "warm-up", "negatives", epoch)."""
-    return Generator().manual_seed(seed_of(seed, *names))
+    return Generator(device).manual_seed(seed_of(seed, *names))
 
 
 def numpy_stream(seed: int, *names: str | int) -> np.random.Generator:

@@ -17,18 +17,15 @@ from protofed.backbone.training import PlainDescent
 from protofed.data.interactions import from_codes
 from protofed.errors import ConfigError
 from protofed.federation.lessons import client_data, negatives_of
-from protofed.methods.baselines import federated
-from protofed.methods.baselines.ditto import Ditto, with_copies
+from protofed.methods.baselines import federated_rounds
+from protofed.methods.baselines.ditto import Ditto
 from protofed.methods.baselines.fedavg import FedAvg
-from protofed.methods.baselines.federated import (
-    ROUND_KEYS,
-    FederatedState,
-    personal_layout,
-    scored,
-    server_of,
-)
+from protofed.methods.baselines.federated import FederatedState, server_of
+from protofed.methods.baselines.federated_rounds import ROUND_KEYS
 from protofed.methods.baselines.fedprox import FedProx
 from protofed.methods.baselines.fedrap import FedRAP
+from protofed.methods.baselines.personal_copies import personal_layout, scored, with_copies
+from protofed.methods.catalogue import configured
 from protofed.methods.protocol import Releasing, World
 from protofed.methods.state import pack, unpack
 from protofed.privacy.draws import bernoulli
@@ -281,8 +278,9 @@ def test_the_validation_part_does_not_matter(name, private):
     slice_, other = tiny_stream().slice_(1), another_validation().slice_(1)
     assert other.past.n_users == slice_.past.n_users  # N is public
     assert other.validation.positives.tolist() != slice_.validation.positives.tolist()
-    method = METHODS[name](private=private)
-    assert same(first_slice(method, world_of(), other)[0], after_slice_1(method)[0])
+    settings = {"privacy__wrap": private}
+    method = METHODS[name]()
+    assert same(first_slice(method, world_of(**settings), other)[0], after_slice_1(method, **settings)[0])
 
 
 def shared_of(state: Any) -> FederatedState:
@@ -293,10 +291,10 @@ def shared_of(state: Any) -> FederatedState:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_noise_of_the_promised_size_reaches_every_coordinate_that_trains(name, variant, monkeypatch):
     """Where nobody's coin falls, what is left of a release is its noise, divided by the fixed q N."""
-    monkeypatch.setattr(federated, "bernoulli", lambda seed, purpose, users, round_, rate: users < 0)
+    monkeypatch.setattr(federated_rounds, "bernoulli", lambda seed, purpose, users, round_, rate: users < 0)
     settings = {"privacy__rounds_per_slice": 1, "privacy__noise_multiplier": 2.0, "privacy__clip_radius": 3.0}
-    world = world_of(variant=variant, **settings)
-    method = METHODS[name](private=True)
+    world = world_of(variant=variant, privacy__wrap=True, **settings)
+    method = METHODS[name]()
     state, told = first_slice(method, world)
     assert told["uploads_per_round"] == 0
     start, after = shared_of(method.start(world)), shared_of(state)
@@ -327,23 +325,21 @@ def item_steps(name: str, variant: str, world: World, after: FederatedState) -> 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_releases_are_declared_ahead_and_only_where_there_is_noise(name):
-    world, method = world_of(), METHODS[name](private=True)
+    world, method = world_of(privacy__wrap=True), METHODS[name]()
     state = method.start(world)
     assert isinstance(method, Releasing)
     assert method.releases(world, state) == ()
     assert method.releases(world, state, 1) == (Release(1.0, 0.3, 4, stream="weights"),)
-    after = after_slice_1(method)[0]
+    after = after_slice_1(method, privacy__wrap=True)[0]
     assert method.releases(world, after) == method.releases(world, state, 1)
     assert method.releases(world, after, 5) == (Release(1.0, 0.3, 8, stream="weights"),)  # 2 slices of 4 rounds in all
-    plain = METHODS[name]()
-    assert plain.releases(world, plain.start(world), 1) == ()
-    wrapped = world_of(privacy__wrap=True)
-    assert plain.releases(wrapped, plain.start(wrapped), 1) == method.releases(world, state, 1)
-    assert same(first_slice(plain, wrapped)[0], after)
+    plain = world_of()
+    assert method.releases(plain, method.start(plain), 1) == ()
+    assert method.releases(plain, after_slice_1(method)[0], 1) == ()
 
 
 def test_rounds_end_where_the_budget_does():
-    method, world = FedAvg(private=True, ft_steps=0), world_of()
+    method, world = FedAvg(ft_steps=0), world_of(privacy__wrap=True)
     state = replace(method.start(world), allowed_rounds=3)
     after, told = method.learn(world, state, tiny_stream().slice_(1), PlainDescent())
     assert told["rounds"] == after.rounds == 3
@@ -351,27 +347,33 @@ def test_rounds_end_where_the_budget_does():
 
 
 def test_noise_changes_the_weights_and_a_private_run_starts_new_items_at_the_mean_row():
-    noisy, plain = after_slice_1(FedAvg(private=True, ft_steps=0))[0], after_slice_1(FedAvg(ft_steps=0))[0]
+    noisy, plain = (after_slice_1(FedAvg(ft_steps=0), privacy__wrap=on)[0] for on in (True, False))
     assert not torch.equal(noisy.backbone.bos, plain.backbone.bos)
-    world = world_of(privacy__rounds_per_slice=0)
-    still = first_slice(FedAvg(private=True, ft_steps=0), world)[0].backbone
+    world = world_of(privacy__wrap=True, privacy__rounds_per_slice=0)
+    still = first_slice(FedAvg(ft_steps=0), world)[0].backbone
     new = ~torch.nn.functional.pad(world.backbone.has_row, (0, still.n_rows - world.backbone.n_rows))
     assert new.any()
     assert still.has_row.all()
     assert torch.equal(still.items[new], world.backbone.mean_row.expand(int(new.sum()), -1))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_noise_has_no_second_switch_among_the_hyper_parameters(name):
+    with pytest.raises(ConfigError, match=r"unknown config key 'hyper\.private'"):
+        configured(tiny_config(method=name, hyper="private = true"))
+
+
 def test_a_trust_model_without_a_mechanism_is_refused():
     with pytest.raises(ConfigError, match="central trust only, got trust 'local'"):
-        FedAvg(private=True).start(world_of(privacy__trust="local"))
+        FedAvg().start(world_of(privacy__wrap=True, privacy__trust="local"))
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_upload_does_not_depend_on_its_clients_earlier_coins(name, variant, monkeypatch):
     """The server is kept from moving, so that earlier coins could act through the devices alone."""
-    world, method, user = world_of(variant=variant), METHODS[name](private=True), int(active_in(2)[0])
-    server_step, clipped_sum = federated.server_step, federated.clipped_sum
+    world, method, user = world_of(variant=variant, privacy__wrap=True), METHODS[name](), int(active_in(2)[0])
+    server_step, clipped_sum = federated_rounds.server_step, federated_rounds.clipped_sum
 
     def history(mine: list[bool]) -> list[Any]:
         """The uploads of a user with these coins, when nobody else takes part."""
@@ -384,9 +386,9 @@ def test_an_upload_does_not_depend_on_its_clients_earlier_coins(name, variant, m
             seen.append(deltas.stack)
             return clipped_sum(deltas, radius)
 
-        monkeypatch.setattr(federated, "bernoulli", coin)
-        monkeypatch.setattr(federated, "clipped_sum", watched)
-        monkeypatch.setattr(federated, "server_step", lambda server, d, t: server_step(server, 0 * d, 0 * t))
+        monkeypatch.setattr(federated_rounds, "bernoulli", coin)
+        monkeypatch.setattr(federated_rounds, "clipped_sum", watched)
+        monkeypatch.setattr(federated_rounds, "server_step", lambda server, d, t: server_step(server, 0 * d, 0 * t))
         state = method.start(world)
         for index in (1, 2):
             state, _ = method.learn(world, state, tiny_stream().slice_(index), PlainDescent())
@@ -403,14 +405,14 @@ def test_an_upload_does_not_depend_on_its_clients_earlier_coins(name, variant, m
 def test_no_upload_is_longer_than_the_radius_and_the_divisor_is_fixed(monkeypatch):
     """With one client and hardly any noise the server moves by radius / (q N), however far the client went."""
     user = int(active_in(1)[0])
-    monkeypatch.setattr(federated, "bernoulli", lambda seed, purpose, users, round_, rate: users == user)
+    monkeypatch.setattr(federated_rounds, "bernoulli", lambda seed, purpose, users, round_, rate: users == user)
     settings = {"privacy__noise_multiplier": 1e-9, "privacy__rounds_per_slice": 1, "privacy__clip_radius": 0.05}
-    world = world_of(**settings)
-    method = FedAvg(private=True, ft_steps=0, rate=1e-2)
+    world = world_of(privacy__wrap=True, **settings)
+    method = FedAvg(ft_steps=0, rate=1e-2)
     after, told = first_slice(method, world)
     assert told["upload_norm"] > 0.05
     assert told["clipped_share"] == 1
-    before = first_slice(method, world_of(**{**settings, "privacy__rounds_per_slice": 0}))[0]
+    before = first_slice(method, world_of(**{**settings, "privacy__wrap": True, "privacy__rounds_per_slice": 0}))[0]
     pairs = zip(server_of(after).model.parameters(), before.backbone.parameters(), strict=True)
     moved = sum(float((one - other).double().square().sum()) for one, other in pairs) ** 0.5
     assert moved == pytest.approx(0.05 / (0.3 * tiny_stream().slice_(1).past.n_users), rel=1e-2)

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from slow_private import apart, slow_sums
 from worlds import questions, tiny_config, tiny_log, tiny_stream, warmed_up
 
+from protofed.backbone.extras import Notes
 from protofed.backbone.small_modules import small_parameters
 from protofed.backbone.training import PlainDescent
 from protofed.cli.run import promised, settle
@@ -136,18 +138,41 @@ def test_the_rearranged_worlds_differ_where_they_should_and_nowhere_else():
 def test_leaving_any_one_user_out_moves_each_sum_before_noise_by_at_most_the_radius(name, variant, monkeypatch):
     original, moves = PrivateDescent.sums, []
 
-    def watched(self: PrivateDescent, losses: Any, batch: Any, weights: Any) -> Any:
-        whole = original(self, losses, batch, weights)
+    def watched(self: PrivateDescent, loss: Any, batch: Any, weights: Any) -> Any:
+        whole = original(self, loss, batch, weights)
         for user in batch.users.unique().tolist()[:3]:
             rest = take(batch, (batch.users != user).nonzero()[:, 0])
-            less = original(self, losses, rest, weights)
-            moves.append(math.sqrt(sum(float((a - b).square().sum()) for a, b in zip(whole, less, strict=True))))
+            less = original(self, loss, rest, weights)
+            moves.append(math.sqrt(sum(float((whole[name] - less[name]).square().sum()) for name in whole)))
         return whole
 
     monkeypatch.setattr(PrivateDescent, "sums", watched)
     after(name, variant, tiny_stream(), privacy__rounds_per_slice=1, privacy__clip_radius=0.25)
-    assert max(moves) <= 0.25 * (1 + 1e-9)
+    assert max(moves) <= 0.25 * (1 + 1e-5)  # the others sit elsewhere in their chunks, and products round there
     assert min(moves) > 0
+
+
+LOOPED = ("finetune-last", "ewc", "lwf", "er-random", "reloop", "ccd", "prefix-tuning", "adapters", "dual-lora", "pcl")
+
+
+@pytest.mark.parametrize(("name", "variant"), [(name, variant) for name, variant in FIRST if name in LOOPED])
+def test_sums_of_every_kind_of_loss_and_what_it_tells_equal_those_of_a_slow_loop(name, variant, monkeypatch):
+    original, checked, state = PrivateDescent.sums, [], started_once(name, world_of(tiny_stream(), variant))
+
+    def watched(self: PrivateDescent, loss: Any, batch: Any, weights: Any) -> Any:
+        told, slowly = Notes(), Notes()
+        noted = replace(loss, extra=loss.extra and replace(loss.extra, notes=told))
+        fast, slow = original(self, noted, batch, weights), slow_sums(self, loss, batch, weights, slowly)
+        checked.append(apart(fast, slow))
+        assert told.counts == slowly.counts
+        assert told.means() == pytest.approx(slowly.means(), rel=1e-5, abs=1e-7)
+        return fast
+
+    monkeypatch.setattr(PrivateDescent, "sums", watched)
+    few = {"privacy__rounds_per_slice": 1, "privacy__sampling_rate": 0.1}
+    method_of(name).learn(world_of(tiny_stream(), variant, **few), state, tiny_stream().slice_(1), PlainDescent())
+    assert len(checked) == method_of(name).trainings.first
+    assert max(checked) < 1e-5 * tiny_config().privacy.clip_radius  # of some ten users, in single precision
 
 
 @pytest.mark.parametrize(("name", "variant"), CASES)
@@ -262,7 +287,7 @@ def test_every_method_is_wrapped_refused_with_one_line_or_has_a_mechanism_of_its
         ("popularity", {}, "Popularity cannot be made private: its scores are counts of raw events; run it without"),
         ("sail-piw", {}, "scaled to mean 1 over a batch of users"),
         ("reloop2", {}, "its memory holds errors of single raw events"),
-        ("protofed-sp", {"method": "protofed-sp"}, "protofed-sp has one"),
+        ("protofed-sp", {"method": "protofed-sp"}, "private in --mode reference"),
         ("ewc", {"privacy__trust": "local"}, "private steps need privacy.trust = central, got local"),
         ("ewc", {"scoring__popularity_prior": 0.5}, "must be 0 in a private run, got 0.5"),
     ],

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
+from protofed.backbone.extras import Streamed, uniform_items
 from protofed.backbone.sasrec import Embed, SASRec
 from protofed.slices.windows import NO_TARGET, Windows
 
@@ -37,10 +38,8 @@ LOSSES: Mapping[str, ElementLoss] = {"softmax": sampled_softmax, "bce": bce, "bp
 
 
 def draw_negatives(n_windows: int, n: int, n_items: int, rng: Generator) -> Int[Tensor, "W n"]:
-    """Uniform items among 0 .. n_items - 1 for each window; all of them, once, where that many are asked for."""
-    if n >= n_items:
-        return torch.arange(n_items).expand(n_windows, -1)
-    return torch.randint(n_items, (n_windows, n), generator=rng)
+    """`uniform_items`, one draw after the other."""
+    return uniform_items(Streamed(rng), n_windows, n, n_items)
 
 
 def window_losses(

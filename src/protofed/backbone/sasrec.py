@@ -116,8 +116,8 @@ class SASRec(nn.Module):
         return len(self.items)
 
     def refresh_mean_row(self) -> None:
-        """Recompute the row that stands for items without one; call after training."""
-        self.mean_row = self.items.detach()[self.has_row].mean(0)
+        """Recompute the row that stands for items without one, in place; call after training."""
+        self.mean_row.copy_(self.items.detach()[self.has_row].mean(0))
 
     def knows(self, items: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
         """Which items have a row of their own."""

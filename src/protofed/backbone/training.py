@@ -1,11 +1,11 @@
 """Gradient training, one loop for every method: early stopping on a slice's validation part, or private rounds.
 
-A private descent (`InRounds`) makes a fixed number of steps, sees one user at a time, never asks the validation part.
+A private descent (`InRounds`) makes a fixed number of steps, sees each window alone, never asks the validation part.
 """
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -13,13 +13,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Generator, Tensor, nn
 
+from protofed.backbone.extras import Extra
 from protofed.backbone.injection import rescale_like
 from protofed.backbone.losses import LOSSES, draw_negatives, window_losses
+from protofed.backbone.one_window import OneWindowLoss
+from protofed.backbone.recorded import Inputs, RecordedSteps, Shape, Step
 from protofed.backbone.sasrec import SASRec, at_rest
 from protofed.config import TrainingConfig
 from protofed.evaluation.ranking import ndcg, rank_among, rank_of_positive
 from protofed.progress import Progress, silent
-from protofed.seeds import numpy_stream, seed_of, seeded, stream
+from protofed.seeds import numpy_stream, seeded, stream
 from protofed.slices.histories import Histories, leading_padding
 from protofed.slices.stream import TimeSlice
 from protofed.slices.windows import Windows, batches, moved, training_windows, trimmed
@@ -27,7 +30,6 @@ from protofed.slices.windows import Windows, batches, moved, training_windows, t
 WindowLosses = Callable[[Windows], tuple[Float[Tensor, " W"], Int[Tensor, " W"]]]
 ParameterGroups = list[dict[str, Any]]  # as PyTorch's optimisers take them
 Trainable = Callable[[SASRec], ParameterGroups]
-ExtraLosses = Callable[[SASRec, Windows], Float[Tensor, " W"]]  # what a method adds to each window's summed loss
 VALIDATION_CHUNK = 512
 
 
@@ -50,26 +52,11 @@ class InRounds(Protocol):
         """The windows of who takes part in the round, user by user; there may be none."""
         ...
 
-    def negatives(self, windows: Windows, n: int, n_items: int, round_: int) -> Int[Tensor, "W n"]:
-        """Uniform items for each window, whoever else is in the cohort."""
+    def gradients(self, loss: OneWindowLoss, batch: Windows, optimiser: torch.optim.Optimizer) -> None:
+        """Leaves in every parameter's `grad` what may be known of the cohort, from the loss of each window."""
         ...
 
-    def gradients(self, losses: WindowLosses, batch: Windows, optimiser: torch.optim.Optimizer) -> None:
-        """Leaves in every parameter's `grad` what may be known of the cohort; `losses` sees one user at a time."""
-        ...
-
-    def __call__(self, losses: WindowLosses, batch: Windows, optimiser: torch.optim.Optimizer) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """An extra loss and the stream it draws from, so that each user's draws can be put on a stream of their own."""
-
-    losses: ExtraLosses
-    rng: Generator
-
-    def __call__(self, model: SASRec, batch: Windows) -> Float[Tensor, " W"]:
-        return self.losses(model, batch)
+    def __call__(self, losses: OneWindowLoss, batch: Windows, optimiser: torch.optim.Optimizer) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +122,7 @@ def train(
     seed: int,
     descend: Descend,
     trainable: Trainable = everything,
-    extra: ExtraLosses | None = None,
+    extra: Extra | None = None,
     progress: Progress = silent,
 ) -> tuple[SASRec, Fit]:
     """A trained copy of the model, at the epoch whose validation NDCG@10 is best (epoch 0 is the model as it came).
@@ -146,15 +133,15 @@ def train(
     groups = trainable(model)
     for parameter in (p for group in groups for p in group["params"]):
         parameter.requires_grad_(True)
-    optimiser = torch.optim.AdamW(groups, lr=task.learning_rate, weight_decay=config.weight_decay, betas=(0.9, 0.98))
+    optimiser = adamw(groups, task.learning_rate, config.weight_decay, model.items.device)
     if isinstance(descend, InRounds):
-        return train_in_rounds(model, task, config, optimiser, descend, seed=seed, extra=extra, progress=progress)
+        return train_in_rounds(model, task, config, optimiser, descend, extra=extra, progress=progress)
     trace, weights = [validation_ndcg(model, task.slice_, config.selection)], copy.deepcopy(model.state_dict())
-    steps, newest = 0, -1
+    step, steps, newest = step_of(model, config, optimiser, descend, extra), 0, -1
     for epoch in range(task.epochs):
         windows = epoch_windows(model, task, config, seed, epoch)
         newest = max(newest, int(windows.newest.max()) if len(windows) else -1)
-        steps = run_epoch(model, windows, task, config, optimiser, descend, seed, epoch, extra)
+        steps = run_epoch(model, windows, task, config, step, seed, epoch)
         model.refresh_mean_row()
         trace.append(validation_ndcg(model, task.slice_, config.selection))
         if best_of(trace) == epoch + 1:
@@ -163,7 +150,35 @@ def train(
         if epoch + 1 - best_of(trace) >= config.patience:
             break
     model.load_state_dict(weights)
+    optimiser.zero_grad()  # a recorded step's gradients would keep its memory alive
     return at_rest(model), Fit(tuple(trace), steps, newest)
+
+
+def adamw(groups: ParameterGroups, rate: float, decay: float, device: torch.device) -> torch.optim.AdamW:
+    """The optimiser; on a GPU the form that can be recorded."""
+    recordable: dict[str, Any] = {"capturable": True, "fused": True} if device.type == "cuda" else {}
+    return torch.optim.AdamW(groups, lr=rate, weight_decay=decay, betas=(0.9, 0.98), **recordable)
+
+
+def step_of(
+    model: SASRec, config: TrainingConfig, optimiser: torch.optim.Optimizer, descend: Descend, extra: Extra | None
+) -> Step:
+    """One step of the descent on a batch; on a GPU recorded and replayed."""
+    device = model.items.device
+
+    def step(inputs: Inputs) -> None:
+        def losses(batch: Windows) -> tuple[Tensor, Tensor]:
+            negatives = inputs.negatives.to(device)
+            sums, counts = window_losses(model, batch, negatives, LOSSES[config.loss], inputs.prompt)
+            return (sums if extra is None else sums + extra(model, batch)), counts
+
+        descend(losses, moved(inputs.batch, device), optimiser)
+
+    if device.type != "cuda":
+        return step
+    shape = Shape(config.batch_size, model.config.history_length, config.stride)
+    draws = [extra.rng] if extra is not None and extra.rng.device.type == "cuda" else []
+    return RecordedSteps(step, shape, device, tuple(draws))
 
 
 def train_in_rounds(
@@ -173,8 +188,7 @@ def train_in_rounds(
     optimiser: torch.optim.Optimizer,
     descend: InRounds,
     *,
-    seed: int,
-    extra: ExtraLosses | None = None,
+    extra: Extra | None = None,
     progress: Progress = silent,
 ) -> tuple[SASRec, Fit]:
     """The model after all rounds of one training, without dropout and random prompts; nothing is selected.
@@ -183,37 +197,14 @@ def train_in_rounds(
     """
     model.eval()
     rounds, device = descend.rounds(), model.items.device
-    length, stride = model.config.history_length, config.stride
+    length, stride, n_items = model.config.history_length, config.stride, task.slice_.n_train_items
+    loss = OneWindowLoss(model, LOSSES[config.loss], config.negatives, n_items, stride, extra)
     for done, round_ in enumerate(rounds):
         cohort = descend.cohort(task.slice_.past, task.positions, round_, length=length, stride=stride)
-        losses = losses_of_one_user(model, task, config, descend, seed, round_, extra)
-        descend(losses, moved(cohort, device), optimiser)
+        descend(replace(loss, round_=round_), moved(cohort, device), optimiser)
         progress(f"slice {task.slice_.index}", done + 1, len(rounds), "private rounds")
     model.refresh_mean_row()
     return at_rest(model), Fit((), len(rounds), int(task.positions.max(initial=-1)))
-
-
-def losses_of_one_user(
-    model: SASRec,
-    task: Task,
-    config: TrainingConfig,
-    descend: InRounds,
-    seed: int,
-    round_: int,
-    extra: ExtraLosses | None,
-) -> WindowLosses:
-    """The losses of a batch that belongs to one user, whose draws depend on the user and the round alone."""
-
-    def losses(batch: Windows) -> tuple[Tensor, Tensor]:
-        negatives = descend.negatives(batch, config.negatives, task.slice_.n_train_items, round_)
-        sums, counts = window_losses(model, batch, negatives, LOSSES[config.loss])
-        if extra is None:
-            return sums, counts
-        if isinstance(extra, Drawing):
-            extra.rng.manual_seed(seed_of(seed, "extra loss", round_, int(batch.users[0])))
-        return sums + extra(model, batch), counts
-
-    return losses
 
 
 def epoch_windows(model: SASRec, task: Task, config: TrainingConfig, seed: int, epoch: int) -> Windows:
@@ -232,27 +223,19 @@ def run_epoch(
     windows: Windows,
     task: Task,
     config: TrainingConfig,
-    optimiser: torch.optim.Optimizer,
-    descend: Descend,
+    step: Step,
     seed: int,
     epoch: int,
-    extra: ExtraLosses | None = None,
 ) -> int:
     """One pass over the windows; returns the number of steps."""
     model.train()
     purpose = (task.slice_.index, epoch)
     order, draws = stream(seed, "order", *purpose), stream(seed, "negatives", *purpose)
-    steps, device = 0, model.items.device
+    steps = 0
     with seeded(seed, "dropout", *purpose):
         for batch in batches(windows, config.batch_size, order):
-            negatives = draw_negatives(len(batch), config.negatives, task.slice_.n_train_items, draws).to(device)
-            prompt = random_prompt(model, len(batch), task.prompt_rate, draws)
-
-            def losses(batch: Windows, n: Tensor = negatives, p: Tensor | None = prompt) -> tuple[Tensor, Tensor]:
-                sums, counts = window_losses(model, batch, n, LOSSES[config.loss], p)
-                return (sums if extra is None else sums + extra(model, batch)), counts
-
-            descend(losses, moved(trimmed(batch), device), optimiser)
+            negatives = draw_negatives(len(batch), config.negatives, task.slice_.n_train_items, draws)
+            step(Inputs(trimmed(batch), negatives, random_prompt(model, len(batch), task.prompt_rate, draws)))
             steps += 1
     model.eval()
     return steps

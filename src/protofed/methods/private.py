@@ -178,7 +178,7 @@ def as_asked(method: Method[Any], config: RunConfig) -> Method[Any]:
 def checked(config: RunConfig) -> None:
     """Refuses settings under which private steps would promise what they do not keep."""
     if config.method == "protofed-sp":
-        raise ConfigError("privacy.wrap is for methods without a mechanism of their own; protofed-sp has one")
+        raise ConfigError("privacy.wrap is for methods other than protofed-sp, which is private in --mode reference")
     if config.privacy.trust != "central":
         raise ConfigError(f"private steps need privacy.trust = central, got {config.privacy.trust}")
     if config.scoring.popularity_prior:

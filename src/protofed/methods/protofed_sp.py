@@ -8,7 +8,7 @@ appeared after the base block get rows from noised sums where a rehearsal says s
 Privacy: docs/privacy.md.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from protofed.client.own_rows import OwnRows, subset, with_met_items
 from protofed.client.update import LocalRule
 from protofed.config import RunConfig, ablated
 from protofed.errors import ConfigError
+from protofed.evaluation.efficiency import broadcast_bytes, module_bytes, tensor_bytes
 from protofed.federation.acceptance import VARIANTS, accepted, remembered, variant_losses
 from protofed.federation.lessons import client_data, session_starts
 from protofed.federation.newcomers import Newcomers, met_newcomers, nobody_new, rehearsed, worth_telling
@@ -258,6 +259,25 @@ def costs_of(config: RunConfig, state: ProtoFedState, server: ServerRule) -> dic
         "trainable_parameters": state.library.v.numel(),
         "trainable_parameters_per_user": 2 * backbone.prompt_length * backbone.width
         + len(state.rows) * backbone.width / devices,
+        **memory_of(config, state, devices),
+    }
+
+
+def memory_of(config: RunConfig, state: ProtoFedState, devices: int) -> dict[str, int | float]:
+    """What a client keeps between slices, from shapes: no optimiser state, no activations. Own rows: mean over clients.
+
+    The library counts twice, as it is sent and decoded into prompts; a row counts with the number of its item.
+    """
+    library, backbone, rows, n = state.library, config.backbone, state.rows, max(len(state.table), 1)
+    own = [getattr(state.table, field.name) for field in fields(state.table)]
+    row_bytes = tensor_bytes([rows.rows, rows.items])
+    return {
+        "device_bytes_backbone": module_bytes(state.backbone),
+        "device_bytes_encoders": module_bytes(state.codec) + module_bytes(state.g),
+        "device_bytes_prototypes": tensor_bytes([library.v])
+        + broadcast_bytes(library.n_prototypes, backbone.prompt_length, backbone.width),
+        "device_bytes_prompts": tensor_bytes(own) // n,
+        "device_bytes_rows": row_bytes / devices,
     }
 
 

@@ -4,46 +4,33 @@ Abadi et al., Deep learning with differential privacy, CCS 2016; per user: McMah
 private recurrent language models, ICLR 2018. The sum over users of clipped gradients moves by at most the radius when
 one user is added or removed, because nothing in a user's gradient depends on anybody else: its windows, their cut, its
 negatives and the draws of extra losses are keyed by the user or the event and by the round, there is no dropout, and
-losses are computed one user at a time. The sum is divided by a fixed number, never by the size of the cohort. Weight
-decay and the optimiser's moments depend on released gradients and weights alone.
+each loss is that of one user alone (privacy/user_gradients.py, also for what rounding may do). The sum is divided by a
+fixed number, never by the size of the cohort. Weight decay and the optimiser's moments depend on released gradients and
+weights alone.
 """
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
 
+from protofed.backbone.one_window import TABLE, OneWindowLoss
+from protofed.backbone.recorded import Shape
 from protofed.backbone.training import WindowLosses
 from protofed.errors import ProtoFedError
 from protofed.privacy.draws import bernoulli, uniform
 from protofed.privacy.mechanism import add_gaussian_noise, seeded_noise
+from protofed.privacy.user_gradients import Gradients, chunks, clipped_sum, gradients_of, windows_at_once
 from protofed.seeds import stream
 from protofed.slices.histories import Histories
-from protofed.slices.windows import Windows, take, training_windows, trimmed
+from protofed.slices.windows import Windows, take, training_windows
 
 WINDOWS_PER_USER = 4  # m_u: a user's windows in one round, at most
-CELLS_AT_ONCE = 4_000_000  # entries of per-user gradients held at once
-
-
-def clipped_sum(contributions: list[Tensor], radius: float) -> tuple[list[Tensor], float]:
-    """The sum over users of contributions clipped to the radius, and which share of users was clipped.
-
-    Each tensor is (U, ...) and a user's contribution is its row of all of them, concatenated; one that is not finite
-    counts as zero. In double precision: adding or removing a user moves the sum by at most the radius.
-    """
-    rows = [tensor.reshape(len(tensor), math.prod(tensor.shape[1:])) for tensor in contributions]
-    lengths = torch.stack([torch.linalg.vector_norm(each, dim=1, dtype=torch.float64) for each in rows]).norm(dim=0)
-    finite, long = lengths.isfinite(), ~(lengths <= radius)
-    factors = torch.where(long, radius / lengths, 1.0)
-    if not finite.all():  # 0 times infinity is no number
-        factors, rows = factors.where(finite, 0.0), [each.where(finite[:, None], 0.0) for each in rows]
-    sums = [factors @ each.to(torch.float64) for each in rows]
-    share = float(long.double().mean()) if len(long) else 0.0
-    return [total.view(tensor.shape[1:]) for total, tensor in zip(sums, contributions, strict=True)], share
+BELOW_ONE = 1 - 2.0**-24  # the largest number below 1 that single precision has
 
 
 @dataclass(slots=True)
@@ -131,41 +118,64 @@ class PrivateDescent:
         drawn = uniform(self.seed, "private negatives", windows.newest, round_, (n,))
         return (drawn * n_items).long().clamp(max=n_items - 1)
 
-    def gradients(self, losses: WindowLosses, batch: Windows, optimiser: torch.optim.Optimizer) -> None:
+    def numbers(self, windows: Windows, n: int, round_: int) -> Float[Tensor, "W n"]:
+        """What each window's extra loss draws from, drawn by a counter keyed by its newest target."""
+        return uniform(self.seed, "extra loss", windows.newest, round_, (n,)).clamp(max=BELOW_ONE)
+
+    def gradients(self, loss: OneWindowLoss, batch: Windows, optimiser: torch.optim.Optimizer) -> None:
         """The noised mean of clipped per-user gradients, in every parameter's `grad`; without a cohort, noise alone."""
-        weights = [p for group in optimiser.param_groups for p in group["params"]]
-        sums = self.sums(losses, batch, weights)
+        weights = weights_of(loss.model, optimiser)
+        sums = self.sums(loss, batch, weights)
         noise = seeded_noise(stream(self.seed, "private noise", self.meter.release()))
         std = self.noise_multiplier * self.clip_radius
-        for weight, total in zip(weights, sums, strict=True):
-            noised = add_gaussian_noise(total, std, noise) / (self.sampling_rate * self.n_users)
+        for name, weight in weights.items():
+            noised = add_gaussian_noise(sums[name], std, noise) / (self.sampling_rate * self.n_users)
             weight.grad = noised.to(weight.dtype)
 
-    def sums(self, losses: WindowLosses, batch: Windows, weights: list[Tensor]) -> list[Float[Tensor, "..."]]:
+    def sums(self, loss: OneWindowLoss, batch: Windows, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Over the users of the batch, the sum of their clipped gradients, before any noise."""
-        total = [torch.zeros(weight.shape, dtype=torch.float64, device=weight.device) for weight in weights]
-        users = torch.unique(batch.users).tolist()
-        at_once = max(1, CELLS_AT_ONCE // sum(weight.numel() for weight in weights))
-        for first in range(0, len(users), at_once):
-            some = [gradient_of_one(losses, of_user(batch, user), weights) for user in users[first : first + at_once]]
-            part, share = clipped_sum([torch.stack(each) for each in zip(*some, strict=True)], self.clip_radius)
-            total = [a + b for a, b in zip(total, part, strict=True)]
-            self.meter.clipped += share * len(some)
-        self.meter.taken_part += len(users)
+        total = {name: torch.zeros_like(weight, dtype=torch.float64) for name, weight in weights.items()}
+        negatives = self.negatives(batch, loss.negatives, loss.n_items, loss.round_)
+        most = Shape(self.windows_per_user, loss.model.config.history_length, loss.targets)
+        expected = self.sampling_rate * self.n_users  # public, unlike the cohort's size
+        for chunk in chunks(batch, negatives, most, lambda tokens: windows_at_once(loss, tokens, weights, expected)):
+            needs = loss.needs(chunk.inputs.batch.tokens.shape[1])
+            found = gradients_of(loss, weights, chunk, self.numbers(chunk.inputs.batch, needs.numbers, loss.round_))
+            dense, rows, long = clipped_sum(list(found.dense.values()), self.clip_radius, found.rows)
+            for name, part in zip(found.dense, dense, strict=True):
+                total[name] += part
+            if rows is not None:
+                total[TABLE].index_add_(0, rows.items, rows.values)
+            self.meter.taken_part += chunk.n_users
+            self.meter.clipped += int(long[:-1].sum())
+            tell(loss, found, chunk.owners < chunk.n_users)
         return total
 
-    def __call__(self, losses: WindowLosses, batch: Windows, optimiser: torch.optim.Optimizer) -> None:
-        self.gradients(losses, batch, optimiser)
+    def __call__(self, losses: WindowLosses | OneWindowLoss, batch: Windows, optimiser: torch.optim.Optimizer) -> None:
+        self.gradients(by_window(losses), batch, optimiser)
         optimiser.step()
 
 
-def of_user(batch: Windows, user: int) -> Windows:
-    """The windows of one user alone, as long as its own histories are: the others' lengths must not matter."""
-    return trimmed(take(batch, (batch.users == user).nonzero()[:, 0]))
+def weights_of(model: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """What the optimiser trains, by the name it has in the model; anything else cannot be trained privately."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    trained = [parameter for group in optimiser.param_groups for parameter in group["params"]]
+    if foreign := [tuple(parameter.shape) for parameter in trained if id(parameter) not in names]:
+        raise ProtoFedError(f"private steps train weights of the backbone alone, got others of shapes {foreign}")
+    return {names[id(parameter)]: parameter for parameter in trained}
 
 
-def gradient_of_one(losses: WindowLosses, windows: Windows, weights: list[Tensor]) -> tuple[Tensor, ...]:
-    """The gradient of one user's mean loss over all its targets."""
-    sums, counts = losses(windows)
-    mean = sums.sum() / counts.sum().clamp(min=1)
-    return torch.autograd.grad(mean, weights, allow_unused=True, materialize_grads=True)
+def tell(loss: OneWindowLoss, found: Gradients, here: Bool[Tensor, " W"]) -> None:
+    """Adds what the extra loss told of the windows that are here to its notes."""
+    if loss.extra is None:
+        return
+    sums, counts = found.told
+    for name in sums:
+        loss.extra.notes.add(name, sums[name].where(here, 0.0).sum(), counts[name].where(here, 0.0).sum())
+
+
+def by_window(losses: WindowLosses | OneWindowLoss) -> OneWindowLoss:
+    """Refuses losses that cannot be asked window by window."""
+    if not isinstance(losses, OneWindowLoss):
+        raise ProtoFedError("private steps need the loss of one window (OneWindowLoss), got losses of a whole batch")
+    return losses

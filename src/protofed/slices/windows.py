@@ -113,18 +113,25 @@ def concatenate(parts: list[Windows]) -> Windows:
     )
 
 
+def picked(windows: Windows, index: Tensor) -> Windows:
+    """Some of the windows, as wide as they are: nothing waits for the device."""
+    columns = (windows.users, windows.tokens, windows.sources, windows.targets, windows.newest)
+    return Windows(*(column[index] for column in columns))
+
+
 def take(windows: Windows, index: Tensor) -> Windows:
     """Some of the windows, targets trimmed to the widest left."""
-    targets = windows.targets[index]
-    used = (targets != NO_TARGET).any(0).nonzero()  # a target that waited leaves its column empty, so never count them
+    some = picked(windows, index)
+    used = (
+        (some.targets != NO_TARGET).any(0).nonzero()
+    )  # a target that waited leaves its column empty, so never count them
     width = int(used[-1]) + 1 if len(used) else 1
-    return Windows(
-        windows.users[index],
-        windows.tokens[index],
-        windows.sources[index, :width],
-        targets[:, :width],
-        windows.newest[index],
-    )
+    return replace(some, sources=some.sources[:, :width], targets=some.targets[:, :width])
+
+
+def real_targets(windows: Windows) -> Int[Tensor, " W"]:
+    """How many targets each window has: what a term of the mean loss is multiplied by to enter the summed ones."""
+    return (windows.targets != NO_TARGET).sum(-1)
 
 
 def batches(windows: Windows, size: int, rng: torch.Generator) -> Iterator[Windows]:

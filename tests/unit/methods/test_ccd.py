@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from worlds import LENGTH, questions, random_model, shuffled_after, tiny_config, tiny_log, tiny_stream, warmed_up
 
 from protofed.backbone import training
+from protofed.backbone.extras import Notes, Streamed
 from protofed.backbone.training import PlainDescent
 from protofed.config import BackboneConfig
 from protofed.errors import ConfigError
-from protofed.methods.baselines.buffer import Tally
 from protofed.methods.baselines.ccd import (
     CCD,
     Chosen,
@@ -116,9 +116,9 @@ def test_repeated_places_and_items_of_the_window_are_not_replayed():
 
 def test_the_pool_is_all_items_or_a_sample_with_the_teachers_favourites():
     teacher, hidden = random_model(200), torch.randn(3, 8, generator=stream(0, "h"))
-    everything = candidate_pool(teacher, hidden, 200, 150, 50, stream(0, "t"))
+    everything = candidate_pool(teacher, hidden, 200, 150, 50, Streamed(stream(0, "t")))
     assert everything.tolist() == [list(range(200))] * 3
-    pool = candidate_pool(teacher, hidden, 200, 20, 5, stream(0, "t"))
+    pool = candidate_pool(teacher, hidden, 200, 20, 5, Streamed(stream(0, "t")))
     drawn = torch.randint(200, (1, 20), generator=stream(0, "t"))[0].tolist()
     for row in range(3):
         best = (hidden[row] @ teacher.items.detach().T).topk(5).indices.tolist()
@@ -128,10 +128,10 @@ def test_the_pool_is_all_items_or_a_sample_with_the_teachers_favourites():
 def test_draws_follow_their_logits_and_never_leave_what_is_allowed():
     logits = torch.tensor([0.0, math.log(3.0), 9.0]).expand(6_000, -1)
     allowed = torch.tensor([True, True, False]).expand(6_000, -1)
-    places, valid = drawn_by_rank(logits, allowed, 1, stream(0, "t"))
+    places, valid = drawn_by_rank(logits, allowed, 1, Streamed(stream(0, "t")))
     assert valid.all()
     assert float((places == 1).float().mean()) == pytest.approx(0.75, abs=0.02)
-    places, valid = drawn_by_rank(logits[:50], allowed[:50], 3, stream(0, "t"))
+    places, valid = drawn_by_rank(logits[:50], allowed[:50], 3, Streamed(stream(0, "t")))
     assert valid.sum(1).tolist() == [2] * 50
     assert all(set(row[ok].tolist()) == {0, 1} for row, ok in zip(places, valid, strict=True))
 
@@ -143,12 +143,12 @@ def test_a_student_has_a_quarter_of_the_width_and_one_block():
 
 
 def test_the_replay_is_the_soft_loss_of_the_sources_top_items_fading_with_the_epochs():
-    world, slice_, batch, clock = world_of(), tiny_stream().slice_(1), batch_of(5), Clock(silent)
+    world, slice_, batch, clock = world_of(), tiny_stream().slice_(1), batch_of(5), Clock(silent, torch.zeros(()))
     learner, source = warmed_up()[0], random_model(100, width=4, layers=1, history_length=LENGTH).requires_grad_(False)
-    method, tally = CCD(weight=0.8, top=3, n_stable=3, n_plastic=0), Tally()
-    added = [method._replay(world, learner, slice_, [Source(source, 3)], clock, tally)(learner, batch)]
+    method, notes = CCD(weight=0.8, top=3, n_stable=3, n_plastic=0), Notes()
+    added = [method._replay(world, learner, slice_, [Source(source, 3)], clock, notes)(learner, batch)]
     clock("slice 1", 5, 30)
-    added.append(method._replay(world, learner, slice_, [Source(source, 3)], clock, tally)(learner, batch))
+    added.append(method._replay(world, learner, slice_, [Source(source, 3)], clock, notes)(learner, batch))
     for row in range(5):
         met = {*batch.tokens[row].tolist(), *batch.targets[row].tolist()}
         its = source.last_hidden(batch.tokens[row : row + 1])[0] @ source.items.T
@@ -158,7 +158,7 @@ def test_the_replay_is_the_soft_loss_of_the_sources_top_items_fading_with_the_ep
         targets = int((batch.targets[row] != NO_TARGET).sum())
         assert added[0][row].item() == pytest.approx(0.8 * loss * targets, rel=1e-4)
         assert added[1][row].item() == pytest.approx(0.8 * math.exp(-0.5) * loss * targets, rel=1e-4)
-    assert tally.means()["replayed_items"] == 3
+    assert notes.means()["replayed_items"] == 3
 
 
 def test_without_replay_the_teacher_is_finetune_last_bit_for_bit():

@@ -10,11 +10,11 @@ import torch
 from torch import Generator
 from worlds import LENGTH, learned, questions, random_model, tiny_config, tiny_stream, warmed_up
 
+from protofed.backbone.extras import Notes
 from protofed.backbone.training import PlainDescent
 from protofed.methods.baselines.ewc import EWC, choice_probabilities, diagonal_fisher, joint_anchor, log_likelihood
 from protofed.methods.baselines.importance import (
     Examples,
-    RunningMean,
     drawing_back,
     drawn_examples,
     mean_gradient_sizes,
@@ -146,12 +146,12 @@ def test_the_mean_loss_of_a_batch_gains_the_penalty_once():
     ones = {name: torch.ones_like(weight) for name, weight in anchor.items()}
     targets = torch.tensor([[1, 2, 3], [4, NO_TARGET, NO_TARGET]])
     batch = Windows(torch.arange(2), torch.full((2, 6), BOS), torch.zeros_like(targets), targets, torch.zeros(2).long())
-    seen = RunningMean()
-    added = drawing_back(0.5, anchor, ones, seen)(model, batch)
+    notes = Notes()
+    added = drawing_back(0.5, anchor, ones, notes)(model, batch)
     expected = 0.5 * 0.01 * sum(weight.numel() for weight in anchor.values())
     assert float(added.detach().sum() / 4) == pytest.approx(expected, rel=1e-4)
-    assert seen.value() == pytest.approx(expected, rel=1e-4)
-    assert drawing_back(0.0, anchor, ones, seen) is None
+    assert notes.mean("penalty") == pytest.approx(expected, rel=1e-4)
+    assert drawing_back(0.0, anchor, ones, notes) is None
 
 
 def test_importances_are_scaled_by_the_mean_of_those_that_are_not_zero():

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from worlds import LENGTH, questions, shuffled_after, tiny_config, tiny_log, tiny_stream, warmed_up
 
 from protofed.backbone import training
+from protofed.backbone.extras import Notes
 from protofed.backbone.losses import LOSSES, draw_negatives, window_losses
 from protofed.backbone.training import PlainDescent
 from protofed.errors import ConfigError
 from protofed.methods.baselines.buffer import (
     Capacity,
-    Tally,
     event_windows,
     rank_within,
     replay,
@@ -149,8 +149,8 @@ def batch_of(slice_, n):
 
 def test_replay_adds_beta_times_the_mean_loss_of_the_kept_events_to_the_mean_loss():
     world, slice_, model = world_of(), tiny_stream().slice_(1), warmed_up()[0]
-    batch, buffer, tally = batch_of(slice_, 9), torch.tensor([3, 50, 77, 200]), Tally()
-    added = replay(world, slice_, buffer, 0.7, stream(0, "t"), tally)(model, batch)
+    batch, buffer, notes = batch_of(slice_, 9), torch.tensor([3, 50, 77, 200]), Notes()
+    added = replay(world, slice_, buffer, 0.7, stream(0, "t"), notes)(model, batch)
     rng = stream(0, "t")
     order = torch.randperm(4, generator=rng)
     negatives = draw_negatives(4, 32, slice_.n_train_items, rng)
@@ -158,7 +158,7 @@ def test_replay_adds_beta_times_the_mean_loss_of_the_kept_events_to_the_mean_los
     losses, _ = window_losses(model, windows, negatives, LOSSES["softmax"])
     counts = (batch.targets != NO_TARGET).sum(1)
     assert added.tolist() == pytest.approx((0.7 * losses.mean() * counts).tolist(), rel=1e-4)
-    assert tally.means()["replay_loss"] == pytest.approx(float(losses.mean()), rel=1e-4)
+    assert notes.means()["replay_loss"] == pytest.approx(float(losses.mean()), rel=1e-4)
 
 
 def test_a_step_replays_as_many_events_as_the_batch_has_windows(monkeypatch):
@@ -168,7 +168,7 @@ def test_a_step_replays_as_many_events_as_the_batch_has_windows(monkeypatch):
     spied = buffer.window_losses
     monkeypatch.setattr(buffer, "window_losses", lambda m, w, *rest: sizes.append(len(w)) or spied(m, w, *rest))
     world, slice_ = world_of(), tiny_stream().slice_(1)
-    extra = replay(world, slice_, torch.arange(100), 1.0, stream(0, "t"), Tally())
+    extra = replay(world, slice_, torch.arange(100), 1.0, stream(0, "t"), Notes())
     extra(warmed_up()[0], batch_of(slice_, 9))
     assert sizes == [9]
 

@@ -11,10 +11,19 @@ import torch
 from torch import Generator
 from worlds import learned, questions, random_model, tiny_config, tiny_stream, warmed_up
 
+from protofed.backbone.extras import Notes, Streamed
 from protofed.backbone.sasrec import grown
 from protofed.backbone.training import PlainDescent
-from protofed.methods.baselines.importance import RunningMean
-from protofed.methods.baselines.lwf import Lists, LwF, divergence, graded, imitating, logits_of, newest_targets
+from protofed.methods.baselines.lwf import (
+    Lists,
+    LwF,
+    divergence,
+    graded,
+    imitating,
+    known_items,
+    logits_of,
+    newest_targets,
+)
 from protofed.methods.protocol import World
 from protofed.methods.state import pack, unpack
 from protofed.slices.histories import BOS, PAD
@@ -34,6 +43,10 @@ def after_slice_1(method: LwF) -> tuple[Any, Any]:
 def blind(slice_: Any) -> Any:
     """A slice whose validation part selects nothing: the last epoch stays."""
     return replace(slice_, validation=replace(slice_.validation, positions=slice_.validation.positions[:0]))
+
+
+def lots(seed: int) -> Streamed:
+    return Streamed(Generator().manual_seed(seed))
 
 
 def a_batch() -> Windows:
@@ -104,7 +117,7 @@ def test_the_last_token_of_every_training_window_predicts_the_newest_target():
 def test_a_list_holds_the_target_uniform_items_and_the_teachers_best_each_once_and_known():
     teacher = random_model(7)
     teacher.has_row[4] = False
-    found = graded(teacher, a_batch(), Lists(uniform=20, best=3, pool=1_000), Generator().manual_seed(0))
+    found = graded(teacher, known_items(teacher), a_batch(), Lists(uniform=20, best=3, pool=1_000), lots(0))
     assert found.items.shape == (3, 1 + 20 + 3)
     assert found.items[:, 0].tolist() == [6, 5, 9]
     scores = teacher.last_hidden(a_batch().tokens) @ teacher.items.T
@@ -120,7 +133,7 @@ def test_a_list_holds_the_target_uniform_items_and_the_teachers_best_each_once_a
 
 def test_the_pool_limits_where_the_teachers_best_come_from():
     teacher = random_model(400)
-    small = graded(teacher, a_batch(), Lists(uniform=1, best=5, pool=10), Generator().manual_seed(0))
+    small = graded(teacher, known_items(teacher), a_batch(), Lists(uniform=1, best=5, pool=10), lots(0))
     best = (teacher.last_hidden(a_batch().tokens) @ teacher.items.T).topk(5).indices
     assert not torch.equal(small.items[:, -5:], best)
     assert len(small.items[:, -5:].unique()) <= 10
@@ -131,21 +144,21 @@ def test_a_model_that_is_its_own_teacher_gains_nothing_and_new_rows_cost_nothing
     student = grown(teacher, 10)
     student.items.data[7:] = 50.0
     student.has_row[:] = True
-    extra = imitating(teacher, 1.0, 2.0, Lists(20, 3), Generator().manual_seed(0), RunningMean())
+    extra = imitating(teacher, 1.0, 2.0, Lists(20, 3), Generator().manual_seed(0), Notes())
     assert extra(student, a_batch()).abs().max() < 1e-4
     student.items.data[:7] += torch.randn(7, 8, generator=Generator().manual_seed(1))
     assert extra(student, a_batch()).min() > 1e-3
 
 
 def test_a_window_weighs_as_many_times_as_it_has_targets():
-    teacher, student, seen = random_model(7), random_model(7, seed=1), RunningMean()
+    teacher, student, notes = random_model(7), random_model(7, seed=1), Notes()
     lists = Lists(20, 3)
-    found = imitating(teacher, 0.5, 2.0, lists, Generator().manual_seed(0), seen)(student, a_batch()).detach()
-    asked = graded(teacher, a_batch(), lists, Generator().manual_seed(0))
+    found = imitating(teacher, 0.5, 2.0, lists, Generator().manual_seed(0), notes)(student, a_batch()).detach()
+    asked = graded(teacher, known_items(teacher), a_batch(), lists, lots(0))
     theirs = logits_of(student, student.last_hidden(a_batch().tokens), asked.items).detach()
     apart = divergence(asked.logits, theirs, asked.real, 2.0)
     assert torch.allclose(found, 0.5 * apart * torch.tensor([3, 1, 2]))
-    assert seen.value() == pytest.approx(float(apart.mean()))
+    assert notes.mean("divergence") == pytest.approx(float(apart.mean()))
 
 
 def test_strength_0_is_finetune_last_bit_for_bit():
@@ -166,7 +179,7 @@ def test_the_stronger_the_teacher_the_closer_its_grades():
     """Judged on lists neither of them was trained with, the last epoch kept."""
     slice_ = tiny_stream().slice_(1)
     windows = training_windows(slice_.past, slice_.train_positions, length=12, stride=6, rng=np.random.default_rng(0))
-    asked = graded(world().backbone, windows, Lists(), Generator().manual_seed(9))
+    asked = graded(world().backbone, known_items(world().backbone), windows, Lists(), lots(9))
 
     def apart(strength: float) -> float:
         method = LwF(strength=strength)

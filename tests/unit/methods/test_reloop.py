@@ -8,10 +8,10 @@ import torch
 from worlds import LENGTH, questions, random_model, shuffled_after, tiny_config, tiny_log, tiny_stream, warmed_up
 
 from protofed.backbone import training
+from protofed.backbone.extras import Notes, Streamed
 from protofed.backbone.losses import draw_negatives
 from protofed.backbone.training import PlainDescent
 from protofed.errors import ConfigError
-from protofed.methods.baselines.buffer import Tally
 from protofed.methods.baselines.finetune_last import FineTuneLast
 from protofed.methods.baselines.reloop import (
     ReLoop,
@@ -51,9 +51,9 @@ def batch_of(n):
 
 def correction(model, last, batch, **settings):
     """What one batch adds, and what the log hears."""
-    tally = Tally()
-    extra = ReLoop()._correction(world_of(**settings), last, tiny_stream().slice_(1), tally)
-    return extra(model, batch), tally.means()
+    notes = Notes()
+    extra = ReLoop()._correction(world_of(**settings), last, tiny_stream().slice_(1), notes)
+    return extra(model, batch), notes.means()
 
 
 def test_margins_that_shrank_count_by_how_much_and_others_not_at_all():
@@ -84,7 +84,7 @@ def test_probabilities_that_moved_the_wrong_way_count_by_how_much():
 
 def test_half_of_the_negatives_are_uniform_and_half_the_last_versions_favourites_of_the_pool():
     last, hidden = random_model(300), torch.randn(2, 3, 8, generator=stream(0, "hidden"))
-    found = mixed_negatives(last, hidden, 7, 20, 300, stream(0, "t"))
+    found = mixed_negatives(last, hidden, 7, 20, 300, Streamed(stream(0, "t")))
     rng = stream(0, "t")
     uniform, pool = draw_negatives(2, 3, 300, rng), draw_negatives(2, 20, 300, rng)
     assert found.shape == (2, 3, 7)
@@ -126,7 +126,7 @@ def test_a_windows_term_depends_on_its_own_events_alone():
 def test_alpha_enters_as_its_odds():
     other, batch, world = random_model(130, width=16, layers=1, history_length=LENGTH), batch_of(4), world_of()
     added = [
-        ReLoop(alpha=alpha)._correction(world, warmed_up()[0], tiny_stream().slice_(1), Tally())(other, batch)
+        ReLoop(alpha=alpha)._correction(world, warmed_up()[0], tiny_stream().slice_(1), Notes())(other, batch)
         for alpha in (0.5, 0.8)
     ]
     assert (added[1] / added[0]).tolist() == pytest.approx([4.0] * 4, rel=1e-4)

@@ -12,12 +12,11 @@ import torch
 from torch import Generator
 from worlds import LENGTH, learned, questions, tiny_config, tiny_log, tiny_stream, warmed_up
 
+from protofed.backbone.extras import Notes
 from protofed.backbone.training import PlainDescent
-from protofed.methods.baselines.importance import RunningMean
 from protofed.methods.baselines.lwf import LwF
 from protofed.methods.baselines.sail_piw import (
     SailPIW,
-    Seen,
     Weighting,
     clustering_loss,
     evenness,
@@ -81,11 +80,13 @@ def test_weights_have_mean_1_over_those_who_count():
 
 
 def test_evenness_is_1_for_equal_weights_and_0_for_a_single_one():
-    assert float(evenness(torch.full((5,), 0.3))) == pytest.approx(1)
-    assert float(evenness(torch.tensor([0.0, 2.0, 0.0]))) == 0
+    assert float(evenness(torch.full((5,), 0.3), torch.ones(5).bool())) == pytest.approx(1)
+    assert float(evenness(torch.tensor([0.0, 2.0, 0.0]), torch.ones(3).bool())) == 0
     shares = np.array([0.25, 0.75])
-    assert float(evenness(torch.tensor([1.0, 3.0]))) == pytest.approx(-(shares * np.log(shares)).sum() / np.log(2))
-    assert float(evenness(torch.zeros(0))) == 0
+    assert float(evenness(torch.tensor([1.0, 9.0, 3.0]), torch.tensor([True, False, True]))) == pytest.approx(
+        -(shares * np.log(shares)).sum() / np.log(2)
+    )
+    assert float(evenness(torch.zeros(0), torch.zeros(0).bool())) == 0
 
 
 def test_the_clustering_loss_matches_a_slow_reference():
@@ -127,11 +128,11 @@ def pull_on_the_backbone(slice_: Any) -> tuple[float, dict[str, float]]:
     windows = training_windows(
         slice_.past, tiny_stream().slice_(1).train_positions, length=LENGTH, stride=6, rng=np.random.default_rng(0)
     )
-    seen = Seen(RunningMean(), RunningMean(), RunningMean())
+    notes = Notes()
     weighting = SAIL._seeded(world(), SAIL.start(world()), slice_)
-    extra = SAIL._imitating(world(), world().backbone, slice_, weighting.requires_grad_(True), seen)
+    extra = SAIL._imitating(world(), (world().backbone, model), slice_, weighting.requires_grad_(True), notes)
     extra(model, windows).sum().backward()
-    return max(float(weight.grad.abs().max()) for weight in model.parameters()), seen.diagnostics()
+    return max(float(weight.grad.abs().max()) for weight in model.parameters()), notes.means()
 
 
 def test_newcomers_are_not_held_to_the_teacher():

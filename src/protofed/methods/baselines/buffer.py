@@ -4,23 +4,24 @@ An event is kept as its log position: user, target and the event's own prefix fo
 anew at each replay, because a stored negative may have become a positive since.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
-from protofed.backbone.losses import LOSSES, draw_negatives, window_losses
+from protofed.backbone.extras import Extra, Lots, Notes, uniform_items
+from protofed.backbone.losses import LOSSES, window_losses
 from protofed.backbone.sasrec import SASRec
-from protofed.backbone.training import Descend, Drawing, ExtraLosses
+from protofed.backbone.training import Descend
 from protofed.errors import ConfigError
 from protofed.methods.baselines.finetune_last import fine_tuned
 from protofed.methods.frozen import BackboneState, rows_for
 from protofed.methods.protocol import Diagnostics, World
 from protofed.slices.histories import Histories, tokens_ending_at
 from protofed.slices.stream import TimeSlice
-from protofed.slices.windows import NO_TARGET, Windows, moved, take, trimmed
+from protofed.slices.windows import Windows, moved, picked, real_targets, take, trimmed
 
 EVENTS_AT_ONCE = 512
 
@@ -48,21 +49,6 @@ def within(name: str, value: int | float, least: int | float, most: int | float)
         raise ConfigError(f"{name} must lie between {least:g} and {most:g}, got {value}")
 
 
-@dataclass(slots=True)
-class Tally:
-    """Running means of what happened inside a training, for its diagnostics."""
-
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    counts: dict[str, Tensor] = field(default_factory=dict)
-
-    def add(self, name: str, total: Tensor, count: Tensor | int = 1) -> None:
-        self.sums[name] = self.sums.get(name, torch.zeros(())) + total.detach().cpu()
-        self.counts[name] = self.counts.get(name, torch.zeros(())) + torch.as_tensor(count).cpu()
-
-    def means(self) -> dict[str, float]:
-        return {name: float(total / self.counts[name].clamp(min=1)) for name, total in self.sums.items()}
-
-
 def event_windows(past: Histories, positions: np.ndarray, length: int) -> Windows:
     """One window per event: its own prefix, read to the end, predicts it."""
     users = past.users[positions].astype(np.int64)
@@ -79,11 +65,6 @@ def in_chunks(windows: Windows, device: torch.device, size: int = EVENTS_AT_ONCE
     """The windows in their order, some at a time, trimmed and on the device."""
     index = torch.arange(len(windows)).split(size)
     return [moved(trimmed(take(windows, chunk)), device) for chunk in index if len(chunk)]
-
-
-def real_targets(batch: Windows) -> Int[Tensor, " W"]:
-    """How many targets each window has: what a term of the mean loss is multiplied by to enter the summed ones."""
-    return (batch.targets != NO_TARGET).sum(-1)
 
 
 def reservoir(
@@ -120,8 +101,8 @@ def rank_within(groups: np.ndarray) -> np.ndarray:
 
 
 def replay(
-    world: World, slice_: TimeSlice, buffer: Int[Tensor, " n"], weight: float, rng: Generator, tally: Tally
-) -> ExtraLosses | None:
+    world: World, slice_: TimeSlice, buffer: Int[Tensor, " n"], weight: float, rng: Generator, notes: Notes
+) -> Extra | None:
     """Adds weight times the mean loss of as many kept events as the batch has windows; None where that is nothing.
 
     Events are drawn without replacement within a step; a buffer smaller than a batch is replayed whole.
@@ -129,21 +110,21 @@ def replay(
     if weight == 0 or not len(buffer):
         return None
     config = world.config.training
-    kept = event_windows(slice_.past, buffer.cpu().numpy(), world.config.backbone.history_length)
+    device = world.backbone.items.device
+    kept = moved(event_windows(slice_.past, buffer.cpu().numpy(), world.config.backbone.history_length), device)
 
-    def extra(model: SASRec, batch: Windows) -> Tensor:
-        again = take(kept, torch.randperm(len(kept), generator=rng)[: len(batch)])
-        negatives = draw_negatives(len(again), config.negatives, slice_.n_train_items, rng)
-        device = batch.tokens.device
-        sums, counts = window_losses(model, moved(trimmed(again), device), negatives.to(device), LOSSES[config.loss])
-        tally.add("replay_loss", sums.sum(), counts.sum())
+    def losses(model: SASRec, batch: Windows, lots: Lots, notes: Notes) -> Float[Tensor, " W"]:
+        again = picked(kept, lots.distinct(len(kept), len(batch)))
+        negatives = uniform_items(lots, len(again), config.negatives, slice_.n_train_items)
+        sums, counts = window_losses(model, again, negatives, LOSSES[config.loss])
+        notes.add("replay_loss", sums.sum(), counts.sum())
         return weight * (sums.sum() / counts.sum()) * real_targets(batch)
 
-    return Drawing(extra, rng)
+    return Extra(losses, notes, rng)
 
 
 def fine_tuned_state(
-    world: World, state: BackboneState, slice_: TimeSlice, descend: Descend, extra: ExtraLosses | None
+    world: World, state: BackboneState, slice_: TimeSlice, descend: Descend, extra: Extra | None
 ) -> tuple[BackboneState, Diagnostics]:
     """FineTune-Last with something added to its loss; without `extra` it is FineTune-Last bit for bit."""
     model, fit = fine_tuned(world, rows_for(world, state.backbone, slice_), slice_, descend, extra=extra)

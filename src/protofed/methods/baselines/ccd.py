@@ -21,7 +21,6 @@ are paid for three trainings a slice (the first student learns the base block, p
 epochs, and ranks and soft labels are computed within each user's own loss.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,13 +28,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Generator, Tensor
+from torch import Tensor
 
-from protofed.backbone.losses import draw_negatives
+from protofed.backbone.extras import Extra, Lots, Notes, uniform_items
 from protofed.backbone.sasrec import SASRec, at_rest, grown
-from protofed.backbone.training import Descend, Drawing, ExtraLosses, Fit, Task, train
+from protofed.backbone.training import Descend, Fit, Task, train
 from protofed.config import BackboneConfig
-from protofed.methods.baselines.buffer import Tally, fine_tuned_state, real_targets, within
+from protofed.methods.baselines.buffer import fine_tuned_state, within
 from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, on_base_block, started
 from protofed.methods.protocol import Diagnostics, World
 from protofed.progress import Progress
@@ -43,7 +42,7 @@ from protofed.seeds import stream
 from protofed.slices.histories import Queries
 from protofed.slices.leaks import Evidence
 from protofed.slices.stream import TimeSlice
-from protofed.slices.windows import Windows
+from protofed.slices.windows import Windows, real_targets
 
 VOID = -1e9  # below every score, and still finite
 
@@ -59,15 +58,15 @@ class CCDState:
     generations: int
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Clock:
-    """A progress that remembers the epoch: the training tells it at each epoch's end."""
+    """A progress that remembers the epoch, on the device: the training tells it at each epoch's end."""
 
     tell: Progress
-    epoch: int = 0
+    epoch: Float[Tensor, ""]
 
     def __call__(self, task: str, done: int | float, total: int | float | None, note: str = "") -> None:
-        self.epoch = int(done)
+        self.epoch.fill_(int(done))
         self.tell(task, done, total, note)
 
 
@@ -133,13 +132,21 @@ def soft_loss(scores: Float[Tensor, "W n"], chosen: Chosen) -> Float[Tensor, " W
     return each.sum(-1) / chosen.valid.sum(-1).clamp(min=1)
 
 
+def note(notes: Notes, losses: Float[Tensor, " W"], chosen: Chosen, here: Bool[Tensor, " W"]) -> None:
+    """What the windows that are `here` replayed."""
+    valid = chosen.valid & here[:, None]
+    notes.add("replay_loss", (losses * here).sum(), here.sum())
+    notes.add("replayed_items", valid.sum(), here.sum())
+    notes.add("soft_label", (chosen.labels * valid).sum(), valid.sum())
+
+
 def candidate_pool(
-    teacher: SASRec, hidden: Float[Tensor, "W d"], n_items: int, uniform: int, top: int, rng: Generator
+    teacher: SASRec, hidden: Float[Tensor, "W d"], n_items: int, uniform: int, top: int, lots: Lots
 ) -> Int[Tensor, "W K"]:
     """Uniform items, the same for the batch, and each window's top items of the teacher, sorted; or all items."""
     if n_items <= uniform + top:
         return torch.arange(n_items, device=hidden.device).expand(len(hidden), -1)
-    drawn = draw_negatives(1, uniform, n_items, rng).to(hidden.device).expand(len(hidden), -1)
+    drawn = lots.integers(n_items, (1, uniform)).expand(len(hidden), -1)
     best = teacher.scores(hidden, n_items).topk(top, dim=-1).indices
     return torch.cat([drawn, best], dim=1).sort(dim=1).values
 
@@ -157,10 +164,10 @@ def item_scores(model: SASRec, hidden: Float[Tensor, "W d"], items: Int[Tensor, 
 
 
 def drawn_by_rank(
-    logits: Float[Tensor, "W K"], allowed: Bool[Tensor, "W K"], n: int, rng: Generator
+    logits: Float[Tensor, "W K"], allowed: Bool[Tensor, "W K"], n: int, lots: Lots
 ) -> tuple[Int[Tensor, "W m"], Bool[Tensor, "W m"]]:
     """n allowed places of each row without replacement, in proportion to exp(logit), and which of them are real."""
-    uniform = torch.rand(logits.shape, generator=rng).clamp(min=1e-20).to(logits.device)
+    uniform = lots.uniform(tuple(logits.shape)).clamp(min=1e-20)
     perturbed = logits - (-uniform.log()).log()
     places = perturbed.masked_fill(~allowed, -torch.inf).topk(min(n, logits.shape[1]), dim=-1).indices
     return places, allowed.gather(1, places)
@@ -236,23 +243,24 @@ class CCD:
             progress=world.progress,
         )
 
-    def _imitation(self, world: World, teacher: SASRec, slice_: TimeSlice) -> ExtraLosses | None:
+    def _imitation(self, world: World, teacher: SASRec, slice_: TimeSlice) -> Extra | None:
         """The teacher's top items at each window's end, in its order, before uniform others."""
         if self.distillation == 0:
             return None
-        rng, n_items = stream(world.config.seed, "ccd", "distil", slice_.index), teacher.n_rows
+        rng = stream(world.config.seed, "ccd", "distil", slice_.index, device=teacher.items.device)
+        n_items = teacher.n_rows
         n, k = world.config.training.negatives, max(1, min(self.distilled_top, n_items // 2))
 
-        def extra(model: SASRec, batch: Windows) -> Tensor:
+        def losses(model: SASRec, batch: Windows, lots: Lots, notes: Notes) -> Float[Tensor, " W"]:
             with torch.no_grad():
                 best = teacher.scores(teacher.last_hidden(batch.tokens), n_items).topk(k, dim=-1).indices
-            drawn = draw_negatives(len(batch), n, n_items, rng).to(best.device)
+            drawn = uniform_items(lots, len(batch), n, n_items)
             scores = item_scores(model, model.last_hidden(batch.tokens), torch.cat([best, drawn], dim=1))
             void = (drawn[:, :, None] == best[:, None, :]).any(-1)
             loss = relaxed_ranking_loss(scores[:, :k], scores[:, k:].masked_fill(void, VOID))
             return self.distillation * loss * real_targets(batch)
 
-        return Drawing(extra, rng)
+        return Extra(losses, Notes(), rng)
 
     def _updated(
         self,
@@ -264,40 +272,37 @@ class CCD:
         sources: list[Source],
     ) -> tuple[BackboneState, dict[str, float], Diagnostics]:
         """The learner after the slice and the replay from these sources, what it replayed, and how it went."""
-        tally, clock = Tally(), Clock(world.progress)
-        extra = self._replay(world, teacher, slice_, sources, clock, tally) if self.weight > 0 else None
+        notes, clock = Notes(), Clock(world.progress, torch.zeros((), device=teacher.items.device))
+        extra = self._replay(world, teacher, slice_, sources, clock, notes) if self.weight > 0 else None
         learned, fit = fine_tuned_state(replace(world, progress=clock), learner, slice_, descend, extra)
-        return learned, {"replay_loss": 0.0, "replayed_items": 0.0, "soft_label": 0.0} | tally.means(), fit
+        return learned, {"replay_loss": 0.0, "replayed_items": 0.0, "soft_label": 0.0} | notes.means(), fit
 
     def _replay(
-        self, world: World, teacher: SASRec, slice_: TimeSlice, sources: list[Source], clock: Clock, tally: Tally
-    ) -> ExtraLosses:
+        self, world: World, teacher: SASRec, slice_: TimeSlice, sources: list[Source], clock: Clock, notes: Notes
+    ) -> Extra:
         """Soft-labelled items of the sources at each window's end, with a weight that fades over the epochs."""
-        n_items, rng = slice_.n_train_items, stream(world.config.seed, "ccd", "replay", slice_.index, len(sources))
+        n_items, purpose = slice_.n_train_items, ("ccd", "replay", slice_.index, len(sources))
+        rng = stream(world.config.seed, *purpose, device=teacher.items.device)
 
-        def extra(model: SASRec, batch: Windows) -> Tensor:
+        def losses(model: SASRec, batch: Windows, lots: Lots, notes: Notes) -> Float[Tensor, " W"]:
             hidden = model.last_hidden(batch.tokens)
             with torch.no_grad():
-                pool = candidate_pool(teacher, teacher.last_hidden(batch.tokens), n_items, self.pool, self.top, rng)
+                pool = candidate_pool(teacher, teacher.last_hidden(batch.tokens), n_items, self.pool, self.top, lots)
                 void, mine = unusable(pool, batch), item_scores(model, hidden, pool)
-                chosen = merged([self._chosen(source, batch, pool, void, mine, rng) for source in sources])
-            losses = soft_loss(item_scores(model, hidden, chosen.items), chosen)
-            tally.add("replay_loss", losses.sum(), len(losses))
-            tally.add("replayed_items", chosen.valid.sum(), len(losses))
-            tally.add("soft_label", (chosen.labels * chosen.valid).sum(), chosen.valid.sum())
-            return self.weight * math.exp(-clock.epoch / self.anneal) * losses * real_targets(batch)
+                chosen = merged([self._chosen(source, batch, pool, void, mine, lots) for source in sources])
+            each, n = soft_loss(item_scores(model, hidden, chosen.items), chosen), real_targets(batch)
+            note(notes, each, chosen, n > 0)
+            return self.weight * (-clock.epoch / self.anneal).exp() * each * n
 
-        return Drawing(extra, rng)
+        return Extra(losses, notes, rng)
 
-    def _chosen(
-        self, source: Source, batch: Windows, pool: Tensor, void: Tensor, mine: Tensor, rng: Generator
-    ) -> Chosen:
+    def _chosen(self, source: Source, batch: Windows, pool: Tensor, void: Tensor, mine: Tensor, lots: Lots) -> Chosen:
         """Items among the source's top, likelier the further the learner ranks them below the source."""
         its = item_scores(source.model, source.model.last_hidden(batch.tokens), pool)
         void = void | ~source.model.knows(pool)
         its_rank, my_rank = ranks(its.masked_fill(void, VOID)), ranks(mine.masked_fill(void, VOID))
         allowed = ~void & (its_rank < self.top)
-        places, valid = drawn_by_rank(self.sharpness * (my_rank - its_rank), allowed, source.n, rng)
+        places, valid = drawn_by_rank(self.sharpness * (my_rank - its_rank), allowed, source.n, lots)
         return Chosen(pool.gather(1, places), its.gather(1, places).sigmoid(), valid)
 
     def score(self, world: World, state: CCDState, queries: Queries) -> Float[Tensor, "B I"]:

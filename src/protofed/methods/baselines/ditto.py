@@ -11,10 +11,9 @@ With strength 0 the copies train purely locally.
 Privacy: see `federated`; only w's movement, computed from the broadcast w, is uploaded, and v_u stays on the device.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -24,17 +23,13 @@ from protofed.federation.stacked import LocalSteps, flat
 from protofed.methods.baselines.fedavg import averaged
 from protofed.methods.baselines.federated import (
     FederatedState,
-    copies_of,
     evidence_of,
-    is_private,
-    personal_layout,
-    personalised,
     released,
-    scored,
     server_of,
     started,
     weights_of,
 )
+from protofed.methods.baselines.personal_copies import copies_of, personal_layout, personalised, scored, with_copies
 from protofed.methods.protocol import Diagnostics, World
 from protofed.privacy.ledger import Ledger
 from protofed.slices.histories import Queries
@@ -56,15 +51,6 @@ def with_personal_steps(
     return with_copies(state, users, end), {"personal_shift": shift, "trainable_parameters_per_user": layout.size}
 
 
-def with_copies(state: FederatedState, users: Tensor, copies: Tensor) -> FederatedState:
-    """The state in which these users (ascending) have these copies, and all others what they had."""
-    stay = ~torch.isin(state.owners, users)
-    owners = torch.cat([state.owners[stay], users])
-    order = owners.argsort()
-    kept = state.personal[stay] if len(state.owners) else copies[:0]
-    return replace(state, owners=owners[order], personal=torch.cat([kept, copies])[order])
-
-
 @dataclass(frozen=True, slots=True)
 class Ditto:
     strength: float = 1.0  # lambda
@@ -74,12 +60,10 @@ class Ditto:
     optimiser: Literal["adamw", "sgd"] = "adamw"
     personal_rate: float = 3e-4
     peft_personal_rate: float = 1e-2
-    private: bool = False
     chunk: int = 64
 
     def start(self, world: World) -> FederatedState:
-        prompted = world.config.variant == "peft"
-        return started(world, private=is_private(world, self.private), prompted=prompted)
+        return started(world, prompted=world.config.variant == "peft")
 
     def learn(
         self, world: World, state: FederatedState, slice_: TimeSlice, descend: Descend
@@ -89,8 +73,7 @@ class Ditto:
         rate = self.peft_personal_rate if peft else self.personal_rate
         steps = world.config.protofed.local_steps
         own = LocalSteps(steps, rate, self.optimiser, clip, pull=self.strength)
-        private = is_private(world, self.private)
-        state, data, told = averaged(world, state, slice_, local, self.chunk, private=private)
+        state, data, told = averaged(world, state, slice_, local, self.chunk)
         state, more = with_personal_steps(world, state, data, slice_, own, self.chunk)
         return state, {**told, **more, "personal_copies": len(state.owners)}
 
@@ -101,4 +84,4 @@ class Ditto:
         return evidence_of(state)
 
     def releases(self, world: World, state: FederatedState, slices_ahead: int = 0) -> Ledger:
-        return released(world, state, slices_ahead, private=is_private(world, self.private))
+        return released(world, state, slices_ahead)

@@ -25,10 +25,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from protofed.backbone.extras import Notes
 from protofed.backbone.training import Descend
 from protofed.methods.baselines.buffer import (
     Capacity,
-    Tally,
     fine_tuned_state,
     newest,
     rank_within,
@@ -70,11 +70,11 @@ def learn_with_replay(
     world: World, model: BackboneState, slice_: TimeSlice, descend: Descend, buffer: Tensor, beta: float
 ) -> tuple[BackboneState, Diagnostics]:
     """The backbone after the slice's train part and the replayed buffer, together."""
-    tally = Tally()
-    rng = stream(world.config.seed, "replay", slice_.index)
-    learned, fit = fine_tuned_state(world, model, slice_, descend, replay(world, slice_, buffer, beta, rng, tally))
+    notes, device = Notes(), world.backbone.items.device
+    rng = stream(world.config.seed, "replay", slice_.index, device=device)
+    learned, fit = fine_tuned_state(world, model, slice_, descend, replay(world, slice_, buffer, beta, rng, notes))
     model = replace(learned, newest_target=newest(learned, buffer))
-    return model, {**fit, "replay_buffer": len(buffer), "replay_loss": 0.0, **tally.means()}
+    return model, {**fit, "replay_buffer": len(buffer), "replay_loss": 0.0, **notes.means()}
 
 
 def balanced(events: np.ndarray, users: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:

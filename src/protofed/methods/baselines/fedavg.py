@@ -23,21 +23,15 @@ from protofed.methods.baselines.federated import (
     FederatedState,
     after_slice,
     evidence_of,
-    federate,
-    is_private,
-    personal_layout,
-    personalised,
-    plain_losses,
     released,
-    rounds_of,
-    scored,
     server_of,
     slice_data,
     started,
-    told_of,
     weights_of,
     with_rows,
 )
+from protofed.methods.baselines.federated_rounds import federate, plain_losses, rounds_of, told_of
+from protofed.methods.baselines.personal_copies import personal_layout, personalised, scored, without_copies
 from protofed.methods.protocol import Diagnostics, World
 from protofed.privacy.ledger import Ledger
 from protofed.slices.histories import Queries
@@ -46,21 +40,15 @@ from protofed.slices.stream import TimeSlice
 
 
 def averaged(
-    world: World, state: FederatedState, slice_: TimeSlice, local: LocalSteps, chunk: int, *, private: bool
+    world: World, state: FederatedState, slice_: TimeSlice, local: LocalSteps, chunk: int
 ) -> tuple[FederatedState, ClientData, Diagnostics]:
     """The state after one slice of federated averaging, personal copies as they were."""
-    trains = not len(state.prompt)
-    model = with_rows(world, state.backbone, slice_, private=private, train=trains)
+    model = with_rows(world, state.backbone, slice_, train=not len(state.prompt))
     server, data = server_of(replace(state, backbone=model)), slice_data(world, slice_)
-    rounds = rounds_of(world, state, slice_, local, chunk, private=private)
+    rounds = rounds_of(world, state, slice_, local, chunk)
     server, reports = federate(world, server, data, slice_, rounds, plain_losses(world))
     told = told_of(server, data, rounds, reports, 0)
-    return after_slice(state, server, rounds, data, slice_), data, told
-
-
-def without_copies(state: FederatedState) -> FederatedState:
-    """The state with every personal copy thrown away."""
-    return replace(state, owners=state.owners[:0], personal=state.personal[:0])
+    return after_slice(state, server, rounds.count, data, slice_), data, told
 
 
 def finetuned(
@@ -88,12 +76,10 @@ class FedAvg:
     ft_steps: int = 20  # local steps after the rounds; 0 scores everybody with the server's weights
     ft_rate: float = 3e-4
     peft_ft_rate: float = 5e-2
-    private: bool = False
     chunk: int = 64  # clients computed at once; changes memory and speed, not results
 
     def start(self, world: World) -> FederatedState:
-        prompted = world.config.variant == "peft"
-        return started(world, private=is_private(world, self.private), prompted=prompted)
+        return started(world, prompted=world.config.variant == "peft")
 
     def learn(
         self, world: World, state: FederatedState, slice_: TimeSlice, descend: Descend
@@ -101,8 +87,7 @@ class FedAvg:
         peft, clip = bool(len(state.prompt)), world.config.training.max_grad_norm
         local = LocalSteps(self.epochs, self.peft_rate if peft else self.rate, self.optimiser, clip)
         tuning = LocalSteps(self.ft_steps, self.peft_ft_rate if peft else self.ft_rate, self.optimiser, clip)
-        private = is_private(world, self.private)
-        state, data, told = averaged(world, without_copies(state), slice_, local, self.chunk, private=private)
+        state, data, told = averaged(world, without_copies(state), slice_, local, self.chunk)
         state, more = finetuned(world, state, data, slice_, tuning, self.chunk)
         return state, {**told, **more}
 
@@ -113,4 +98,4 @@ class FedAvg:
         return evidence_of(state)
 
     def releases(self, world: World, state: FederatedState, slices_ahead: int = 0) -> Ledger:
-        return released(world, state, slices_ahead, private=is_private(world, self.private))
+        return released(world, state, slices_ahead)

@@ -16,15 +16,9 @@ from torch import Tensor
 
 from protofed.backbone.training import Descend
 from protofed.federation.stacked import LocalSteps
-from protofed.methods.baselines.fedavg import averaged, finetuned, without_copies
-from protofed.methods.baselines.federated import (
-    FederatedState,
-    evidence_of,
-    is_private,
-    released,
-    scored,
-    started,
-)
+from protofed.methods.baselines.fedavg import averaged, finetuned
+from protofed.methods.baselines.federated import FederatedState, evidence_of, released, started
+from protofed.methods.baselines.personal_copies import scored, without_copies
 from protofed.methods.protocol import Diagnostics, World
 from protofed.privacy.ledger import Ledger
 from protofed.slices.histories import Queries
@@ -43,12 +37,10 @@ class FedProx:
     ft_steps: int = 0
     ft_rate: float = 3e-4
     peft_ft_rate: float = 5e-2
-    private: bool = False
     chunk: int = 64
 
     def start(self, world: World) -> FederatedState:
-        prompted = world.config.variant == "peft"
-        return started(world, private=is_private(world, self.private), prompted=prompted)
+        return started(world, prompted=world.config.variant == "peft")
 
     def learn(
         self, world: World, state: FederatedState, slice_: TimeSlice, descend: Descend
@@ -57,8 +49,7 @@ class FedProx:
         rate, mu = (self.peft_rate, self.peft_mu) if peft else (self.rate, self.mu)
         local = LocalSteps(self.epochs, rate, self.optimiser, clip, pull=mu)
         tuning = LocalSteps(self.ft_steps, self.peft_ft_rate if peft else self.ft_rate, self.optimiser, clip)
-        private = is_private(world, self.private)
-        state, data, told = averaged(world, without_copies(state), slice_, local, self.chunk, private=private)
+        state, data, told = averaged(world, without_copies(state), slice_, local, self.chunk)
         state, more = finetuned(world, state, data, slice_, tuning, self.chunk)
         return state, {**told, **more, "pull": mu}
 
@@ -69,4 +60,4 @@ class FedProx:
         return evidence_of(state)
 
     def releases(self, world: World, state: FederatedState, slices_ahead: int = 0) -> Ledger:
-        return released(world, state, slices_ahead, private=is_private(world, self.private))
+        return released(world, state, slices_ahead)

@@ -48,26 +48,25 @@ from protofed.federation.stacked import (
     stacked_losses,
     trained,
 )
-from protofed.methods.baselines.ditto import with_copies
 from protofed.methods.baselines.federated import (
-    STEPS_PER_SLICE,
     FederatedState,
-    LossesFor,
     Server,
     after_slice,
-    broadcast_rows,
-    copies_of,
     evidence_of,
-    federate,
-    is_private,
-    own_or_fixed,
     released,
-    rounds_of,
     slice_data,
     started,
-    told_of,
     with_rows,
 )
+from protofed.methods.baselines.federated_rounds import (
+    LossesFor,
+    broadcast_rows,
+    federate,
+    own_or_fixed,
+    rounds_of,
+    told_of,
+)
+from protofed.methods.baselines.personal_copies import STEPS_PER_SLICE, copies_of, with_copies
 from protofed.methods.protocol import Diagnostics, World
 from protofed.privacy.ledger import Ledger
 from protofed.slices.histories import Histories, Queries
@@ -222,14 +221,13 @@ class FedRAP:
     rate: float = 1e-3  # of C
     own_rate: float = 1e-3  # of D and b
     optimiser: Literal["adamw", "sgd"] = "adamw"
-    private: bool = False
     chunk: int = 64
 
     def penalties(self, round_: int) -> Penalties:
         return penalties_at(round_, self.separation, self.sparsity, self.margin)
 
     def start(self, world: World) -> FedRAPState:
-        shared = started(world, private=is_private(world, self.private), prompted=False)
+        shared = started(world, prompted=False)
         return FedRAPState(shared, no_rows(world.config.backbone.width, device=world.backbone.items.device))
 
     def server(self, world: World, model: SASRec, prompt: Float[Tensor, "L_p d"]) -> Server:
@@ -242,15 +240,15 @@ class FedRAP:
     def learn(
         self, world: World, state: FedRAPState, slice_: TimeSlice, descend: Descend
     ) -> tuple[FedRAPState, Diagnostics]:
-        training, private = world.config.training, is_private(world, self.private)
-        model = with_rows(world, state.shared.backbone, slice_, private=private, train=True)
+        training = world.config.training
+        model = with_rows(world, state.shared.backbone, slice_, train=True)
         data = slice_data(world, slice_)
         local = LocalSteps(self.epochs, self.rate, self.optimiser, training.max_grad_norm)
-        rounds = rounds_of(world, state.shared, slice_, local, self.chunk, private=private)
+        rounds = rounds_of(world, state.shared, slice_, local, self.chunk)
         losses = round_losses(self, state, LOSSES[training.loss])
         server = self.server(world, model, state.shared.prompt)
         server, reports = federate(world, server, data, slice_, rounds, losses)
-        shared = after_slice(state.shared, server, rounds, data, slice_)
+        shared = after_slice(state.shared, server, rounds.count, data, slice_)
         users = data.users.to(model.items.device)
         own = with_pairs(state.own, server.model, slice_.past, slice_.bounds[-1].train_end, users)
         steps = LocalSteps(world.config.protofed.local_steps, self.own_rate, self.optimiser, training.max_grad_norm)
@@ -271,7 +269,7 @@ class FedRAP:
         return evidence_of(state.shared)
 
     def releases(self, world: World, state: FedRAPState, slices_ahead: int = 0) -> Ledger:
-        return released(world, state.shared, slices_ahead, private=is_private(world, self.private))
+        return released(world, state.shared, slices_ahead)
 
 
 def told_of_own(model: SASRec, state: FedRAPState, weights: Penalties) -> dict[str, int | float]:

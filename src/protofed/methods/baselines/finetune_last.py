@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from protofed.backbone.extras import Extra
 from protofed.backbone.sasrec import SASRec
-from protofed.backbone.training import Descend, ExtraLosses, Fit, Task, Trainable, train
+from protofed.backbone.training import Descend, Fit, Task, Trainable, train
 from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, started
 from protofed.methods.protocol import Diagnostics, World
 from protofed.methods.variants import is_peft, n_trained, parts_to_train, prompted
@@ -34,7 +35,7 @@ def fine_tuned(
     slice_: TimeSlice,
     descend: Descend,
     *,
-    extra: ExtraLosses | None = None,
+    extra: Extra | None = None,
     trainable: Trainable | None = None,
     progress: Progress | None = None,
 ) -> tuple[SASRec, Fit]:

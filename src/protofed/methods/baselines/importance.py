@@ -10,16 +10,17 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from protofed.backbone.extras import Extra, Lots, Notes
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.small_modules import small_parameters
-from protofed.backbone.training import Descend, ExtraLosses, Fit
+from protofed.backbone.training import Descend, Fit
 from protofed.methods.baselines.finetune_last import fine_tuned
 from protofed.methods.frozen import BackboneState, rows_for
 from protofed.methods.protocol import World
 from protofed.seeds import numpy_stream, stream
 from protofed.slices.histories import tokens_ending_at
 from protofed.slices.stream import TimeSlice
-from protofed.slices.windows import NO_TARGET, Windows
+from protofed.slices.windows import Windows, real_targets
 
 Weights = Mapping[str, Tensor]  # by the parameter's name
 Objective = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden (d,), logits (C,), chosen candidate () -> scalar
@@ -34,53 +35,34 @@ class AnchoredState(BackboneState):
     importance: dict[str, Tensor]
 
 
-@dataclass(slots=True)
-class RunningMean:
-    """The mean of what it was shown, for the log; nothing leaves the device before it is read."""
-
-    total: Tensor | float = 0.0
-    count: int = 0
-
-    def add(self, values: Tensor) -> None:
-        self.total = self.total + values.detach().sum()
-        self.count += values.numel()
-
-    def value(self) -> float:
-        return float(self.total) / max(self.count, 1)
-
-
 def drawn_back(
     world: World, state: AnchoredState, slice_: TimeSlice, descend: Descend, strength: float
 ) -> tuple[SASRec, Fit, float]:
     """The slice fine-tuned under strength * sum of importance * (weight - anchor)^2, and the mean of that penalty."""
-    seen = RunningMean()
+    notes = Notes()
     device = state.backbone.items.device
-    extra = drawing_back(strength, on(state.anchor, device), on(state.importance, device), seen)
+    extra = drawing_back(strength, on(state.anchor, device), on(state.importance, device), notes)
     model, fit = fine_tuned(world, rows_for(world, state.backbone, slice_), slice_, descend, extra=extra)
-    return model, fit, seen.value()
+    return model, fit, notes.mean("penalty")
 
 
-def drawing_back(strength: float, anchor: Weights, importance: Weights, seen: RunningMean) -> ExtraLosses | None:
+def drawing_back(strength: float, anchor: Weights, importance: Weights, notes: Notes) -> Extra | None:
     """The penalty as an addition to each window's summed loss, so that the mean loss gains it once; None for 0."""
     if strength == 0:
         return None
 
-    def extra(model: SASRec, batch: Windows) -> Float[Tensor, " W"]:
+    def losses(model: SASRec, batch: Windows, lots: Lots, notes: Notes) -> Float[Tensor, " W"]:
         penalty = strength * quadratic(dict(model.named_parameters()), anchor, importance)
-        seen.add(penalty)
-        return penalty * n_targets(batch)
+        notes.add("penalty", penalty)
+        return penalty * real_targets(batch)
 
-    return extra
+    return Extra(losses, notes)
 
 
 def quadratic(weights: Weights, anchor: Weights, importance: Weights) -> Float[Tensor, ""]:
     """Sum of importance * (weight - anchor)^2; item rows that are younger than the anchor are free."""
     parts = [(importance[name] * (weights[name][: len(old)] - old) ** 2).sum() for name, old in anchor.items()]
     return torch.stack(parts).sum()
-
-
-def n_targets(batch: Windows) -> Int[Tensor, " W"]:
-    return (batch.targets != NO_TARGET).sum(-1)
 
 
 def learned_again(model: SASRec) -> dict[str, nn.Parameter]:

@@ -17,17 +17,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
+from protofed.backbone.extras import Extra, Lots, Notes
 from protofed.backbone.sasrec import SASRec
-from protofed.backbone.training import Descend, Drawing, ExtraLosses
+from protofed.backbone.training import Descend
 from protofed.methods.baselines.finetune_last import fine_tuned
-from protofed.methods.baselines.importance import RunningMean, first_places, n_targets
+from protofed.methods.baselines.importance import first_places
 from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, started
 from protofed.methods.protocol import Diagnostics, World
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
 from protofed.slices.leaks import Evidence
 from protofed.slices.stream import TimeSlice
-from protofed.slices.windows import NO_TARGET, Windows
+from protofed.slices.windows import NO_TARGET, Windows, real_targets
 
 VOID = -1e9  # a logit that no softmax notices; infinity would make 0 * infinity of it
 
@@ -58,18 +59,13 @@ def newest_targets(batch: Windows) -> Int[Tensor, " W"]:
     return batch.targets.gather(1, newest)[:, 0]
 
 
-def drawn_from(known: Int[Tensor, " n"], shape: tuple[int, ...], rng: Generator) -> Int[Tensor, "*shape"]:
-    """Uniform items among the known ones."""
-    return known[torch.randint(len(known), shape, generator=rng).to(known.device)]
-
-
 @torch.no_grad()
-def graded(teacher: SASRec, batch: Windows, lists: Lists, rng: Generator) -> Graded:
-    """The list of each window and the teacher's logits on it."""
-    hidden, known = teacher.last_hidden(batch.tokens), teacher.has_row.nonzero()[:, 0]
-    pool = known if len(known) <= lists.pool else drawn_from(known, (lists.pool,), rng)
+def graded(teacher: SASRec, known: Int[Tensor, " n"], batch: Windows, lists: Lists, lots: Lots) -> Graded:
+    """The list of each window, out of the items known to the teacher, and the teacher's logits on it."""
+    hidden = teacher.last_hidden(batch.tokens)
+    pool = known if len(known) <= lists.pool else known[lots.integers(len(known), (lists.pool,))]
     best = (hidden @ teacher.items[pool].T).topk(min(lists.best, len(pool)), dim=1).indices
-    uniform = drawn_from(known, (len(batch), lists.uniform), rng)
+    uniform = known[lots.integers(len(known), (len(batch), lists.uniform))]
     items = torch.cat([newest_targets(batch)[:, None], uniform, pool[best]], dim=1)
     first = first_places(items) == torch.arange(items.shape[1], device=items.device)
     return Graded(hidden, items, teacher.knows(items) & first, logits_of(teacher, hidden, items))
@@ -92,21 +88,26 @@ def divergence(
     return temperature**2 * (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
+def known_items(teacher: SASRec) -> Int[Tensor, " n"]:
+    return teacher.has_row.nonzero()[:, 0]
+
+
 def imitating(
-    teacher: SASRec, strength: float, temperature: float, lists: Lists, rng: Generator, seen: RunningMean
-) -> ExtraLosses | None:
+    teacher: SASRec, strength: float, temperature: float, lists: Lists, rng: Generator, notes: Notes
+) -> Extra | None:
     """The divergence from the teacher as an addition to each window's summed loss; None for strength 0."""
     if strength == 0:
         return None
+    known = known_items(teacher)
 
-    def extra(model: SASRec, batch: Windows) -> Float[Tensor, " W"]:
-        asked = graded(teacher, batch, lists, rng)
+    def losses(model: SASRec, batch: Windows, lots: Lots, notes: Notes) -> Float[Tensor, " W"]:
+        asked = graded(teacher, known, batch, lists, lots)
         student = logits_of(model, model.last_hidden(batch.tokens), asked.items)
-        apart = divergence(asked.logits, student, asked.real, temperature)
-        seen.add(apart)
-        return strength * apart * n_targets(batch)
+        apart, n = divergence(asked.logits, student, asked.real, temperature), real_targets(batch)
+        notes.add("divergence", (apart * (n > 0)).sum(), (n > 0).sum())
+        return strength * apart * n
 
-    return Drawing(extra, rng)
+    return Extra(losses, notes, rng)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +122,12 @@ class LwF:
     def learn(
         self, world: World, state: BackboneState, slice_: TimeSlice, descend: Descend
     ) -> tuple[BackboneState, Diagnostics]:
-        seen, rng = RunningMean(), stream(world.config.seed, "lwf", slice_.index)
-        extra = imitating(state.backbone, self.strength, self.temperature, self.lists, rng, seen)
+        device = state.backbone.items.device
+        notes, rng = Notes(), stream(world.config.seed, "lwf", slice_.index, device=device)
+        extra = imitating(state.backbone, self.strength, self.temperature, self.lists, rng, notes)
         model, fit = fine_tuned(world, rows_for(world, state.backbone, slice_), slice_, descend, extra=extra)
         learned = BackboneState(model, slice_.index, max(state.newest_target, fit.newest_target))
-        return learned, {"divergence": seen.value(), **fit.diagnostics()}
+        return learned, {"divergence": notes.mean("divergence"), **fit.diagnostics()}
 
     def score(self, world: World, state: BackboneState, queries: Queries) -> Float[Tensor, "B I"]:
         return backbone_scores(state, queries)

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Generator, Tensor
+from torch import Tensor
 
-from protofed.backbone.losses import draw_negatives
+from protofed.backbone.extras import Extra, Lots, Notes, uniform_items
 from protofed.backbone.sasrec import SASRec
-from protofed.backbone.training import Descend, Drawing, ExtraLosses
+from protofed.backbone.training import Descend
 from protofed.errors import ConfigError
-from protofed.methods.baselines.buffer import Tally, fine_tuned_state
+from protofed.methods.baselines.buffer import fine_tuned_state
 from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, started
 from protofed.methods.protocol import Diagnostics, World
 from protofed.seeds import stream
@@ -73,12 +73,11 @@ def scores_of(model: SASRec, batch: Windows, hidden: Float[Tensor, "W P d"], neg
 
 @torch.no_grad()
 def mixed_negatives(
-    last: SASRec, hidden: Float[Tensor, "W P d"], n: int, pool: int, n_items: int, rng: Generator
+    last: SASRec, hidden: Float[Tensor, "W P d"], n: int, pool: int, n_items: int, lots: Lots
 ) -> Int[Tensor, "W P m"]:
     """Per target n // 2 uniform items and the n - n // 2 the last version scores highest in a uniform pool."""
-    device, (windows, targets) = hidden.device, hidden.shape[:2]
-    uniform = draw_negatives(windows, n // 2, n_items, rng).to(device)
-    asked = draw_negatives(windows, pool, n_items, rng).to(device)  # (W, pool)
+    windows, targets = hidden.shape[:2]
+    uniform, asked = (uniform_items(lots, windows, k, n_items) for k in (n // 2, pool))
     best = (hidden @ last.embed(asked).transpose(1, 2)).topk(min(n - n // 2, asked.shape[1]), dim=-1).indices
     shown = asked[:, None, :].expand(-1, targets, -1).gather(2, best)
     return torch.cat([uniform[:, None, :].expand(-1, targets, -1), shown], dim=-1)
@@ -104,20 +103,20 @@ class ReLoop:
     def learn(
         self, world: World, state: BackboneState, slice_: TimeSlice, descend: Descend
     ) -> tuple[BackboneState, Diagnostics]:
-        tally = Tally()
-        extra = self._correction(world, state.backbone, slice_, tally) if self.alpha > 0 else None
+        notes = Notes()
+        extra = self._correction(world, state.backbone, slice_, notes) if self.alpha > 0 else None
         learned, fit = fine_tuned_state(world, state, slice_, descend, extra)
-        return learned, {**fit, "correction": 0.0, "active_pairs": 0.0, **tally.means()}
+        return learned, {**fit, "correction": 0.0, "active_pairs": 0.0, **notes.means()}
 
-    def _correction(self, world: World, last: SASRec, slice_: TimeSlice, tally: Tally) -> ExtraLosses:
+    def _correction(self, world: World, last: SASRec, slice_: TimeSlice, notes: Notes) -> Extra:
         """α / (1 - α) times the summed self-correction of each window."""
-        rng, strength = stream(world.config.seed, "reloop", slice_.index), self.alpha / (1 - self.alpha)
-        pointwise = world.config.training.loss == "bce"
+        rng = stream(world.config.seed, "reloop", slice_.index, device=last.items.device)
+        pointwise, strength = world.config.training.loss == "bce", self.alpha / (1 - self.alpha)
 
-        def extra(model: SASRec, batch: Windows) -> Tensor:
+        def losses(model: SASRec, batch: Windows, lots: Lots, notes: Notes) -> Float[Tensor, " W"]:
             with torch.no_grad():
                 hidden = at_sources(last, batch)
-                negatives = mixed_negatives(last, hidden, self.negatives, self.pool, slice_.n_train_items, rng)
+                negatives = mixed_negatives(last, hidden, self.negatives, self.pool, slice_.n_train_items, lots)
                 before = scores_of(last, batch, hidden, negatives)
             real = batch.targets != NO_TARGET
             valid = last.knows(negatives) & (negatives != batch.targets[..., None]) & real[..., None]
@@ -128,11 +127,11 @@ class ReLoop:
             else:
                 valid = valid & known[..., None]
                 per_target, pairs = pairwise_correction(now, before, valid)
-            tally.add("correction", per_target[real].sum(), real.sum())
-            tally.add("active_pairs", (pairs > 0).sum(), valid.sum())
+            notes.add("correction", (per_target * real).sum(), real.sum())
+            notes.add("active_pairs", (pairs > 0).sum(), valid.sum())
             return strength * (per_target * real).sum(-1)
 
-        return Drawing(extra, rng)
+        return Extra(losses, notes, rng)
 
     def score(self, world: World, state: BackboneState, queries: Queries) -> Float[Tensor, "B I"]:
         return backbone_scores(state, queries)

@@ -18,7 +18,6 @@ Privacy: transforms and network are shared weights learned from users, inside th
 the mean over the batch ties users together and would have to become a constant there. The teacher is released anyway.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,11 +27,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor, nn
 
+from protofed.backbone.extras import Extra, Lots, Notes
 from protofed.backbone.sasrec import SASRec
-from protofed.backbone.training import Descend, ExtraLosses, ParameterGroups
+from protofed.backbone.training import Descend, ParameterGroups
 from protofed.methods.baselines.finetune_last import fine_tuned
-from protofed.methods.baselines.importance import RunningMean, n_targets, on
-from protofed.methods.baselines.lwf import Lists, divergence, graded, logits_of
+from protofed.methods.baselines.importance import on
+from protofed.methods.baselines.lwf import Lists, divergence, graded, known_items, logits_of
 from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, started
 from protofed.methods.protocol import Diagnostics, World
 from protofed.methods.variants import parts_to_train
@@ -40,7 +40,9 @@ from protofed.seeds import seeded, stream
 from protofed.slices.histories import Queries
 from protofed.slices.leaks import Evidence
 from protofed.slices.stream import TimeSlice
-from protofed.slices.windows import Windows
+from protofed.slices.windows import Windows, real_targets
+
+NOTED = ("divergence", "weight_evenness", "weight_spread")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +90,11 @@ def clustering_loss(rows: Float[Tensor, "n d"], centres: Float[Tensor, "c d"]) -
     return apart.mean()
 
 
-def evenness(weights: Float[Tensor, " W"]) -> Float[Tensor, ""]:
-    """Entropy of the weights' shares as a part of the highest possible: 1 where all are equal."""
-    shares = weights / weights.sum().clamp(min=1e-9)
+def evenness(weights: Float[Tensor, " W"], counts: Bool[Tensor, " W"]) -> Float[Tensor, ""]:
+    """Entropy of the shares of those that count as a part of the highest possible: 1 where all are equal."""
+    shares = weights * counts / (weights * counts).sum().clamp(min=1e-9)
     entropy: Tensor = torch.special.entr(shares).sum()
-    return entropy / math.log(max(len(weights), 2))
+    return entropy / counts.sum().clamp(min=2).log()
 
 
 def returning_users(slice_: TimeSlice) -> Bool[Tensor, " u"]:
@@ -102,26 +104,13 @@ def returning_users(slice_: TimeSlice) -> Bool[Tensor, " u"]:
     return torch.from_numpy(met)
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What the run's log keeps of the weights."""
-
-    divergence: RunningMean
-    evenness: RunningMean
-    spread: RunningMean
-
-    def add(self, apart: Float[Tensor, " W"], weights: Float[Tensor, " R"]) -> None:
-        """How far apart a batch's users are, and the weights of those who return."""
-        self.divergence.add(apart)
-        self.evenness.add(evenness(weights))
-        self.spread.add((weights - 1).square().sum().div(max(len(weights), 1)).sqrt())
-
-    def diagnostics(self) -> dict[str, float]:
-        return {
-            "divergence": self.divergence.value(),
-            "weight_evenness": self.evenness.value(),
-            "weight_spread": self.spread.value(),
-        }
+def note(
+    notes: Notes, apart: Float[Tensor, " W"], weights: Float[Tensor, " W"], here: Bool[Tensor, " W"], old: Tensor
+) -> None:
+    """How far apart the users who are `here` are, and how the weights of the `old` ones among them spread around 1."""
+    notes.add("divergence", (apart * here).sum(), here.sum())
+    notes.add("weight_evenness", evenness(weights, old))
+    notes.add("weight_spread", (((weights - 1) ** 2 * old).sum() / old.sum().clamp(min=1)).sqrt())
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +129,10 @@ class SailPIW:
     def learn(
         self, world: World, state: PersonalState, slice_: TimeSlice, descend: Descend
     ) -> tuple[PersonalState, Diagnostics]:
-        seen, weighting = Seen(RunningMean(), RunningMean(), RunningMean()), self._seeded(world, state, slice_)
-        extra = self._imitating(world, state.backbone, slice_, weighting, seen) if self.strength else None
+        notes, weighting = Notes(), self._seeded(world, state, slice_)
         first, new = rows_for(world, state.backbone, slice_)
+        models = (state.backbone, first)
+        extra = self._imitating(world, models, slice_, weighting, notes) if self.strength else None
 
         def trainable(model: SASRec) -> ParameterGroups:
             added = [{"params": list(weighting.parameters())}] if self.strength else []
@@ -151,7 +141,11 @@ class SailPIW:
         model, fit = fine_tuned(world, (first, new), slice_, descend, extra=extra, trainable=trainable)
         newest = max(state.newest_target, fit.newest_target)
         kept = {name: tensor.detach().clone() for name, tensor in weighting.state_dict().items()}
-        return PersonalState(model, slice_.index, newest, kept), {**seen.diagnostics(), **fit.diagnostics()}
+        return PersonalState(model, slice_.index, newest, kept), {
+            **dict.fromkeys(NOTED, 0.0),
+            **notes.means(),
+            **fit.diagnostics(),
+        }
 
     def _drawn(self, world: World) -> Weighting:
         """Transforms and network as they start."""
@@ -170,23 +164,29 @@ class SailPIW:
         return weighting
 
     def _imitating(
-        self, world: World, teacher: SASRec, slice_: TimeSlice, weighting: Weighting, seen: Seen
-    ) -> ExtraLosses:
-        """The weighted divergence and the clusters' loss as an addition to each window's summed loss."""
-        rng, returning = stream(world.config.seed, "sail-piw", "lists", slice_.index), returning_users(slice_)
-        returning = returning.to(teacher.items.device)
+        self, world: World, models: tuple[SASRec, SASRec], slice_: TimeSlice, weighting: Weighting, notes: Notes
+    ) -> Extra:
+        """The weighted divergence and the clusters' loss as an addition to each window's summed loss.
 
-        def extra(model: SASRec, batch: Windows) -> Float[Tensor, " W"]:
-            asked, hidden = graded(teacher, batch, self.lists, rng), model.last_hidden(batch.tokens)
+        `models` are the teacher and what the slice trains from.
+        """
+        teacher, rows = models[0], known_items(models[1])
+        device, known = teacher.items.device, known_items(teacher)
+        rng = stream(world.config.seed, "sail-piw", "lists", slice_.index, device=device)
+        returning = returning_users(slice_).to(device)
+
+        def losses(model: SASRec, batch: Windows, lots: Lots, notes: Notes) -> Float[Tensor, " W"]:
+            asked, hidden = graded(teacher, known, batch, self.lists, lots), model.last_hidden(batch.tokens)
             apart = divergence(asked.logits, logits_of(model, hidden, asked.items), asked.real, self.temperature)
-            counts = returning[batch.users]
+            n = real_targets(batch)
+            counts = returning[batch.users] & (n > 0)
             weights = scaled(weighting(asked.hidden, hidden), counts)
-            seen.add(apart.detach(), weights[counts].detach())
+            note(notes, apart.detach(), weights.detach(), n > 0, counts)
             weights = weights if self.weights == "joint" else weights.detach()
-            clustering = clustering_loss(model.items.detach()[model.has_row], weighting.centres)
-            return (self.strength * weights * apart + clustering) * n_targets(batch)
+            clustering = clustering_loss(model.items.detach()[rows], weighting.centres)
+            return (self.strength * weights * apart + clustering) * n
 
-        return extra
+        return Extra(losses, notes, rng)
 
     def score(self, world: World, state: PersonalState, queries: Queries) -> Float[Tensor, "B I"]:
         return backbone_scores(state, queries)

@@ -20,12 +20,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from protofed.backbone.extras import Notes
+from protofed.backbone.one_window import OneWindowLoss
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend, Fit, InRounds, PlainDescent, Task, WindowLosses, train
 from protofed.methods.baselines.finetune_last import fine_tuned
 from protofed.methods.baselines.importance import (
     AnchoredState,
-    RunningMean,
     Weights,
     on,
     padded,
@@ -58,7 +59,7 @@ class EarningDescent:
     importance: Weights
     earned: dict[str, Tensor]
     epochs: deque[dict[str, Tensor]]
-    penalty: RunningMean
+    notes: Notes
     report: Progress = silent
 
     def __call__(self, losses: WindowLosses, batch: Windows, optimiser: torch.optim.Optimizer) -> None:
@@ -83,7 +84,7 @@ class EarningDescent:
         if self.strength == 0:
             return sums
         penalty = self.strength * quadratic(weights, self.anchor, self.importance)
-        self.penalty.add(penalty)
+        self.notes.add("penalty", penalty)
         return sums + penalty * counts
 
     def progress(self, task: str, done: int | float, total: int | float | None, note: str = "") -> None:
@@ -103,7 +104,8 @@ class EarningInRounds(EarningDescent):
     The penalty depends on released weights alone, so its gradient is added to the noised one as it is.
     """
 
-    def __call__(self, losses: WindowLosses, batch: Windows, optimiser: torch.optim.Optimizer) -> None:
+    def __call__(self, losses: WindowLosses | OneWindowLoss, batch: Windows, optimiser: torch.optim.Optimizer) -> None:
+        assert isinstance(losses, OneWindowLoss)
         group, descend = optimiser.param_groups[0], self._private()
         weights = dict(zip(self.earned, group["params"], strict=True))
         before = {name: weight.detach().clone() for name, weight in weights.items()}
@@ -111,7 +113,7 @@ class EarningInRounds(EarningDescent):
         noised = {name: weight.grad.clone() for name, weight in weights.items()}
         if self.strength:
             penalty = self.strength * quadratic(weights, self.anchor, self.importance)
-            self.penalty.add(penalty)
+            self.notes.add("penalty", penalty)
             penalty.backward()
         optimiser.step()
         kept = 1 - group["lr"] * group["weight_decay"]
@@ -128,11 +130,8 @@ class EarningInRounds(EarningDescent):
     def cohort(self, past: Histories, positions: np.ndarray, round_: int, *, length: int, stride: int) -> Windows:
         return self._private().cohort(past, positions, round_, length=length, stride=stride)
 
-    def negatives(self, windows: Windows, n: int, n_items: int, round_: int) -> Int[Tensor, "W n"]:
-        return self._private().negatives(windows, n, n_items, round_)
-
-    def gradients(self, losses: WindowLosses, batch: Windows, optimiser: torch.optim.Optimizer) -> None:
-        self._private().gradients(losses, batch, optimiser)
+    def gradients(self, loss: OneWindowLoss, batch: Windows, optimiser: torch.optim.Optimizer) -> None:
+        self._private().gradients(loss, batch, optimiser)
 
 
 def earning(
@@ -142,7 +141,7 @@ def earning(
     nothing = zeros_of(first)
     epochs = deque([zeros_of(first)], maxlen=world.config.training.patience + 1)
     kind = EarningInRounds if isinstance(descend, InRounds) else EarningDescent
-    return kind(descend, strength, anchor, importance, nothing, epochs, RunningMean(), world.progress)
+    return kind(descend, strength, anchor, importance, nothing, epochs, Notes(), world.progress)
 
 
 def consolidated(
@@ -189,7 +188,7 @@ class SynapticIntelligence:
         newest = max(state.newest_target, fit.newest_target)
         total = sum(float(tensor.sum()) for tensor in earned.values())
         return AnchoredState(model, slice_.index, newest, end, importance), {
-            "penalty": watch.penalty.value(),
+            "penalty": watch.notes.mean("penalty"),
             "earned": total,
             "important_share": share_above_zero(importance),
             **fit.diagnostics(),

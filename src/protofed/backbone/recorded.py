@@ -1,0 +1,119 @@
+"""Training steps that a GPU repeats by itself: fixed shapes, recorded once as a CUDA graph, then replayed.
+
+A small backbone keeps a GPU busy for a fraction of the time that Python takes to launch its kernels one by one. A batch
+is padded to the largest shape there can be (windows without targets, tokens without items), which changes no loss; the
+first steps run as they are, the next one is recorded, and every later one is a single launch. What a step does must
+therefore depend on its inputs, on tensors that are changed in place, and on generators of the device alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Generator, Tensor
+
+from protofed.slices.histories import PAD
+from protofed.slices.windows import NO_TARGET, Windows
+
+STEPS_AS_THEY_ARE = 3  # libraries choose their kernels and optimisers make their moments in the first ones
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What one step reads."""
+
+    batch: Windows
+    negatives: Int[Tensor, "W n"]
+    prompt: Float[Tensor, "W L_p d"] | None = None
+
+
+Step = Callable[[Inputs], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The most windows, tokens and targets that a step can have."""
+
+    windows: int
+    tokens: int
+    targets: int
+
+
+def columns(inputs: Inputs) -> list[Tensor]:
+    batch = inputs.batch
+    given = [batch.users, batch.tokens, batch.sources, batch.targets, batch.newest, inputs.negatives]
+    return given if inputs.prompt is None else [*given, inputs.prompt]
+
+
+def from_columns(given: list[Tensor]) -> Inputs:
+    return Inputs(Windows(*given[:5]), given[5], given[6] if len(given) > 6 else None)
+
+
+def padded(inputs: Inputs, shape: Shape) -> Inputs:
+    """The same step in the given shape; what was added has no target, so it adds nothing to a loss."""
+    batch = inputs.batch
+    more, left = shape.windows - len(batch), shape.tokens - batch.tokens.shape[1]
+    right = shape.targets - batch.targets.shape[1]
+    windows = Windows(
+        users=F.pad(batch.users, (0, more)),
+        tokens=F.pad(batch.tokens, (left, 0, 0, more), value=PAD),
+        sources=F.pad(batch.sources + left, (0, right, 0, more)),
+        targets=F.pad(batch.targets, (0, right, 0, more), value=NO_TARGET),
+        newest=F.pad(batch.newest, (0, more), value=-1),
+    )
+    prompt = None if inputs.prompt is None else F.pad(inputs.prompt, (0, 0, 0, 0, 0, more))
+    return Inputs(windows, F.pad(inputs.negatives, (0, 0, 0, more)), prompt)
+
+
+@dataclass(slots=True)
+class Recording:
+    """A step's inputs on the device, and the graph that reads them once it is recorded."""
+
+    given: list[Tensor]
+    seen: int = 0
+    graph: torch.cuda.CUDAGraph | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedSteps:
+    """`step`, replayed; inputs with and without a prompt are two recordings."""
+
+    step: Step
+    shape: Shape
+    device: torch.device
+    generators: tuple[Generator, ...] = ()
+    recordings: dict[bool, Recording] = field(default_factory=dict)
+
+    def __call__(self, inputs: Inputs) -> None:
+        given = columns(padded(inputs, self.shape))
+        recording = self.recordings.get(inputs.prompt is None)
+        if recording is None:
+            recording = Recording([column.to(self.device) for column in given])
+            self.recordings[inputs.prompt is None] = recording
+        for place, column in zip(recording.given, given, strict=True):
+            place.copy_(column, non_blocking=True)
+        recording.seen += 1
+        if recording.seen <= STEPS_AS_THEY_ARE:
+            self._run(recording)
+            return
+        if recording.graph is None:
+            recording.graph = self._record(recording)
+        recording.graph.replay()
+
+    def _run(self, recording: Recording) -> None:
+        """As it is, on a stream of its own, as recording wants it."""
+        now, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(now)
+        with torch.cuda.stream(aside):
+            self.step(from_columns(recording.given))
+        now.wait_stream(aside)
+
+    def _record(self, recording: Recording) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        for generator in self.generators:
+            graph.register_generator_state(generator)
+        with torch.cuda.graph(graph):
+            self.step(from_columns(recording.given))
+        return graph
