@@ -12,18 +12,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from agreement import apart, exactly
 from stand_ins import standing_in
 from torch import Generator, Tensor, nn
 from torch.utils.data import TensorDataset
 from worlds import random_model, tiny_config, tiny_stream, warmed_up
 
+from protofed.backbone.extras import Notes
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import PlainDescent
 from protofed.methods.baselines.buffer import reservoir
 from protofed.methods.baselines.ewc import EWC, choice_probabilities, diagonal_fisher, joint_anchor, log_likelihood
 from protofed.methods.baselines.importance import (
     Examples,
-    RunningMean,
     drawing_back,
     drawn_examples,
     mean_gradient_sizes,
@@ -55,35 +56,6 @@ LENGTH, CHOICES, ITEMS, SLICES, EVENTS = 6, 4, 9, 3, 6
 RATE = 0.01
 FREE = PlainDescent(1e9)  # Avalanche does not clip gradients
 EXACT = 1e-10
-
-
-@pytest.fixture
-def double():
-    """Everything made in the test is float64; what tests share stays float32."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-exactly = pytest.mark.usefixtures("double")
-
-
-@pytest.fixture
-def same(request):
-    """Asserts that weights agree, relative to the largest of them, and keeps the difference for the test report."""
-
-    def check(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float = EXACT) -> None:
-        assert found.keys() == expected.keys()
-        assert max(float(tensor.detach().abs().max()) for tensor in expected.values()) > 0
-        request.node.user_properties.append(("largest relative difference", worst := apart(found, expected)))
-        assert worst < limit
-
-    return check
-
-
-def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    scale = max(float(tensor.detach().abs().max()) for tensor in expected.values())
-    return max(float((found[name] - tensor).detach().abs().max()) for name, tensor in expected.items()) / scale
 
 
 class Ranker(nn.Module):
@@ -226,9 +198,7 @@ def test_our_strength_is_twice_avalanches_lambda(same):
     plugin.before_backward(strategy)
     zero = torch.zeros(1, 1, dtype=torch.int64)
     strength = 2 * 0.75
-    penalty = drawing_back(strength / 2, anchor, fisher, RunningMean())(
-        model, Windows(zero[0], zero, zero, zero, zero[0])
-    )
+    penalty = drawing_back(strength / 2, anchor, fisher, Notes())(model, Windows(zero[0], zero, zero, zero, zero[0]))
     same({"penalty": penalty.sum()}, {"penalty": strategy.loss}, 1e-6)  # Avalanche adds up in float32
     slopes = [torch.autograd.grad(total, list(model.parameters())) for total in (penalty.sum(), strategy.loss)]
     same(*({str(place): slope for place, slope in enumerate(found)} for found in slopes))
@@ -239,15 +209,15 @@ def test_our_strength_is_twice_avalanches_lambda(same):
 def test_three_slices_of_ewc_end_at_avalanches_weights(mode, decay, same):
     plugin = EWCPlugin(0.5, mode, decay if mode == "online" else None)
     (model, optimiser), strength = begun(), 2 * 0.5
-    anchor, total, seen = weights_of(model), zeros_of(model), RunningMean()
+    anchor, total, notes = weights_of(model), zeros_of(model), Notes()
     for examples, expected in zip(slices(), trained_by(plugin, 1), strict=True):
-        descended(optimiser, model, examples, 1, extra=drawing_back(strength / 2, anchor, total, seen))
+        descended(optimiser, model, examples, 1, extra=drawing_back(strength / 2, anchor, total, notes))
         same(weights_of(model), expected)
         added, old = diagonal_fisher(model, examples, "true", Generator()), {n: decay * t for n, t in total.items()}
         newest = weights_of(model)
         anchor = joint_anchor(anchor, old, newest, added) if mode == "separate" else newest
         total = {name: old[name] + added[name] for name in added}
-    assert seen.value() > 1e-5  # the springs did something
+    assert notes.mean("penalty") > 1e-5  # the springs did something
 
 
 def tiny_world() -> World:
@@ -335,13 +305,13 @@ def test_avalanche_takes_the_size_of_a_batchs_mean_gradient_which_is_never_more(
 def test_three_slices_of_mas_end_at_avalanches_weights(same):
     """Both penalties are strength * sum of importance * move^2; `average` is Avalanche's alpha of 1/2."""
     (model, optimiser), strength = begun(), 0.02
-    anchor, total, seen = weights_of(model), zeros_of(model), RunningMean()
+    anchor, total, notes = weights_of(model), zeros_of(model), Notes()
     for place, (examples, expected) in enumerate(zip(slices(), trained_by(MASPlugin(strength, 0.5), 1), strict=True)):
-        descended(optimiser, model, examples, 1, extra=drawing_back(strength, anchor, total, seen))
+        descended(optimiser, model, examples, 1, extra=drawing_back(strength, anchor, total, notes))
         same(weights_of(model), expected)
         anchor, added = weights_of(model), sensitivity(model, examples, "logits")
         total = {name: (total[name] + value) / 2 if place else value for name, value in added.items()}
-    assert seen.value() > 1e-5
+    assert notes.mean("penalty") > 1e-5
 
 
 class ScaledMAS(MASPlugin):
@@ -386,7 +356,7 @@ def test_on_a_cpu_avalanches_si_as_it_is_never_sees_a_weight_move():
 
 
 def watching(model: SASRec, strength: float, anchor: dict, importance: dict) -> EarningDescent:
-    return EarningDescent(FREE, strength, anchor, importance, zeros_of(model), deque(), RunningMean())
+    return EarningDescent(FREE, strength, anchor, importance, zeros_of(model), deque(), Notes())
 
 
 def flat_like(model: SASRec, values: dict) -> dict[str, Tensor]:

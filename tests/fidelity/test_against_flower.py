@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from agreement import exactly
 from torch import Generator, Tensor
 from worlds import random_model, tiny_config, tiny_stream, warmed_up
 
@@ -26,19 +27,21 @@ from protofed.federation.stacked import (
     weighted_sum,
 )
 from protofed.methods.baselines.federated import (
-    ROUND_KEYS,
     Server,
-    cohort_trained,
-    one_round,
-    plain_losses,
-    rounds_of,
     server_of,
-    server_step,
     shared_layout,
     slice_data,
     started,
     weights_of,
     with_rows,
+)
+from protofed.methods.baselines.federated_rounds import (
+    ROUND_KEYS,
+    cohort_trained,
+    one_round,
+    plain_losses,
+    rounds_of,
+    server_step,
 )
 from protofed.methods.protocol import World
 from protofed.privacy.draws import bernoulli
@@ -52,32 +55,7 @@ app = pytest.importorskip("flwr.app", reason=INSTALL)
 
 Model = dict[str, Tensor]
 SIZES = (3, 1, 7, 2)  # train events of each client
-
-
-@pytest.fixture
-def double():
-    """Everything made in the test is float64; what tests share stays float32."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-exactly = pytest.mark.usefixtures("double")
-
-
-@pytest.fixture
-def same(request):
-    """Asserts that weights agree, relative to the largest of them, and keeps the difference for the test report."""
-
-    def check(found: Model, expected: Model, limit: float = 1e-12) -> None:
-        assert found.keys() == expected.keys()
-        scale = max(float(tensor.abs().max()) for tensor in expected.values())
-        assert scale > 0
-        worst = max(float((found[name] - tensor).abs().max()) for name, tensor in expected.items()) / scale
-        request.node.user_properties.append(("largest relative difference", worst))
-        assert worst < limit
-
-    return check
+EXACT = 1e-12
 
 
 def by_the_function(models: list[Model], sizes: list[int]) -> Model:
@@ -163,8 +141,8 @@ def test_the_private_step_is_flowers_unweighted_mean_times_the_cohort_over_its_e
 def a_cohort(variant: str = "standard"):
     """Who is chosen in round 0 of slice 1 of the tiny world, and what they have."""
     world = World(tiny_config(variant=variant, privacy__sampling_rate=0.2), tiny_stream().slice_(0), warmed_up()[0])
-    slice_, state = tiny_stream().slice_(1), started(world, private=False, prompted=variant == "peft")
-    model = with_rows(world, state.backbone, slice_, private=False, train=variant == "standard")
+    slice_, state = tiny_stream().slice_(1), started(world, prompted=variant == "peft")
+    model = with_rows(world, state.backbone, slice_, train=variant == "standard")
     server, data = server_of(replace(state, backbone=model)), slice_data(world, slice_)
     coin = bernoulli(world.config.seed, "coin", torch.arange(slice_.past.n_users), 0, 0.2)
     return world, slice_, state, server, data, chosen(data, coin[data.users])
@@ -184,7 +162,7 @@ def test_a_whole_round_is_flowers_mean_of_what_its_clients_have_learned(variant,
         models.append({name: tensor.detach().double() for name, tensor in model.items()})
     sizes = targets_of(windows, len(cohort)).tolist()
     assert len(set(sizes)) > 3
-    rounds = rounds_of(world, state, slice_, local, 7, private=False)
+    rounds = rounds_of(world, state, slice_, local, 7)
     after, _ = one_round(world, server, data, slice_, rounds, 0, plain_losses(world))
     same(dict(weights_of(after.model, after.prompt)), by_the_function(models, sizes), 1e-5)  # float32
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from auditing import ALPHA, limits, mu_lower_bound, upper
 from scipy import stats
 from torch import Tensor
 
@@ -22,7 +23,6 @@ from protofed.seeds import stream
 from protofed.server.fedkmeans import exact_sums, noised_sums
 
 Z = 1.1282  # the noise of ε = 3.4 over 160 rounds at rate 0.05
-ALPHA = 1e-3
 TRIALS = 100_000
 ROWS = 2  # rows of a trial: the canary's, and another
 WIDTH = 3
@@ -61,35 +61,6 @@ def arms(aggregate: Aggregate, statistic: Callable[[Tensor], Tensor], trials: in
 def canary_row() -> Tensor:
     """The contribution e an intact mechanism lets the canary make."""
     return torch.cat((clip(CANARY[None].double(), 1.0)[0], torch.tensor([0.25])))
-
-
-def upper(errors: np.ndarray | int, trials: int, alpha: float = ALPHA / 2) -> np.ndarray:
-    """Clopper and Pearson's upper limit of an error rate."""
-    errors = np.asarray(errors)
-    return np.where(errors < trials, stats.beta.ppf(1 - alpha, errors + 1, np.maximum(trials - errors, 1)), 1.0)
-
-
-def limits(without: np.ndarray, with_: np.ndarray, thresholds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Upper limits of both error rates of every threshold."""
-    alarms = len(without) - np.searchsorted(np.sort(without), thresholds, side="right")
-    misses = np.searchsorted(np.sort(with_), thresholds, side="right")
-    return upper(alarms, len(without)), upper(misses, len(with_))
-
-
-def mu_of(fpr: np.ndarray, fnr: np.ndarray) -> np.ndarray:
-    return stats.norm.ppf(1 - fpr) - stats.norm.ppf(fnr)
-
-
-def mu_lower_bound(without: np.ndarray, with_: np.ndarray) -> float:
-    """μ that the mechanism is at least (Gaussian DP), at confidence 1 - ALPHA.
-
-    Half of the trials choose the threshold (least sum of error rates: steadier than the largest μ, whose error rates
-    may be rare events), the other half measure its two error rates.
-    """
-    half = len(without) // 2
-    candidates = np.quantile(np.concatenate((without[:half], with_[:half])), np.linspace(0.01, 0.99, 99))
-    best = np.argmin(np.add(*limits(without[:half], with_[:half], candidates)))
-    return float(mu_of(*limits(without[half:], with_[half:], candidates[best : best + 1]))[0])
 
 
 def along_canary(y: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from torch import Generator, Tensor
 
-from protofed.client.alignment import alignment_loss, nearest, relative_entropy, squared_euclidean
+from protofed.client.alignment import alignment_loss, relative_entropy, squared_euclidean
 from protofed.client.codec import random_linear_codec, unit
 from protofed.client.drift import adaptive_stability, drift_gate, fit_gate
 from protofed.client.prompts import PromptState, compose, mixture
@@ -104,14 +104,12 @@ def test_who_else_is_in_the_stack_is_irrelevant(seed, n, top_m):
 
 @quick
 @given(seeds, st.integers(1, 6))
-def test_divergences_are_never_negative_and_the_nearest_has_the_least(seed, n_prototypes):
+def test_divergences_are_never_negative_and_the_loss_is_no_less_than_the_least(seed, n_prototypes):
     z, v = unit(drawn(seed, 5, 8)), unit(drawn(seed + 1, n_prototypes, 8))
     for divergence in (squared_euclidean, relative_entropy):
         gaps = divergence(z, v)
         assert gaps.min() > -1e-6
-        picked = gaps.gather(1, nearest(z, v, divergence=divergence)[:, None])[:, 0]
-        assert torch.equal(picked, gaps.min(-1).values)
-        assert (alignment_loss(z, v, divergence=divergence) >= picked - 1e-6).all()
+        assert (alignment_loss(z, v, divergence=divergence) >= gaps.min(-1).values - 1e-6).all()
 
 
 @quick

@@ -32,13 +32,6 @@ def relative_entropy(z: Float[Tensor, "U d_z"], v: Float[Tensor, "K d_z"]) -> Fl
 DIVERGENCES: Mapping[str, Divergence] = {"euclidean": squared_euclidean, "entropy": relative_entropy}
 
 
-def nearest(
-    z: Float[Tensor, "U d_z"], v: Float[Tensor, "K d_z"], *, divergence: Divergence = squared_euclidean
-) -> Int[Tensor, " U"]:
-    """pi(u): the prototype with the smallest divergence from each z, the first of equals."""
-    return divergence(z, v).argmin(-1)
-
-
 def info_nce(
     z: Float[Tensor, "U d_z"], v: Float[Tensor, "K d_z"], positive: Int[Tensor, " U"], *, tau_a: float
 ) -> Float[Tensor, " U"]:
