@@ -6,8 +6,8 @@ first steps run as they are, the next one is recorded, and every later one is a 
 therefore depend on its inputs, on tensors that are changed in place, and on generators of the device alone.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 from protofed.slices.histories import PAD
-from protofed.slices.windows import NO_TARGET, Windows
+from protofed.slices.windows import NO_TARGET, Windows, moved, picked
 
 STEPS_AS_THEY_ARE = 3  # libraries choose their kernels and optimisers make their moments in the first ones
 
@@ -51,20 +51,35 @@ def from_columns(given: list[Tensor]) -> Inputs:
     return Inputs(Windows(*given[:5]), given[5], given[6] if len(given) > 6 else None)
 
 
-def padded(inputs: Inputs, shape: Shape) -> Inputs:
-    """The same step in the given shape; what was added has no target, so it adds nothing to a loss."""
-    batch = inputs.batch
+def padded_windows(batch: Windows, shape: Shape) -> Windows:
+    """The same windows in the given shape; those that were added have no target."""
     more, left = shape.windows - len(batch), shape.tokens - batch.tokens.shape[1]
     right = shape.targets - batch.targets.shape[1]
-    windows = Windows(
+    if not (more or left or right):
+        return batch
+    return Windows(
         users=F.pad(batch.users, (0, more)),
         tokens=F.pad(batch.tokens, (left, 0, 0, more), value=PAD),
         sources=F.pad(batch.sources + left, (0, right, 0, more)),
         targets=F.pad(batch.targets, (0, right, 0, more), value=NO_TARGET),
         newest=F.pad(batch.newest, (0, more), value=-1),
     )
-    prompt = None if inputs.prompt is None else F.pad(inputs.prompt, (0, 0, 0, 0, 0, more))
-    return Inputs(windows, F.pad(inputs.negatives, (0, 0, 0, more)), prompt)
+
+
+def padded(inputs: Inputs, shape: Shape) -> Inputs:
+    """The same step in the given shape; what was added has no target, so it adds nothing to a loss."""
+    missing = shape.windows - len(inputs.negatives)
+    negatives = F.pad(inputs.negatives, (0, 0, 0, missing)) if missing else inputs.negatives
+    prompt = inputs.prompt if inputs.prompt is None else F.pad(inputs.prompt, (0, 0, 0, 0, 0, missing))
+    return Inputs(padded_windows(inputs.batch, shape), negatives, prompt)
+
+
+def in_shape(windows: Windows, size: int, shape: Shape, device: torch.device) -> Iterator[Windows]:
+    """`size` windows at a time in the given shape, views of what is sent to the device at once."""
+    n = -(-len(windows) // size) * size
+    whole = moved(padded_windows(windows, replace(shape, windows=n)), device)
+    for start in range(0, n, size):
+        yield picked(whole, slice(start, start + size))
 
 
 @dataclass(slots=True)
@@ -90,7 +105,7 @@ class RecordedSteps:
         given = columns(padded(inputs, self.shape))
         recording = self.recordings.get(inputs.prompt is None)
         if recording is None:
-            recording = Recording([column.to(self.device) for column in given])
+            recording = Recording([torch.empty_like(column, device=self.device) for column in given])
             self.recordings[inputs.prompt is None] = recording
         for place, column in zip(recording.given, given, strict=True):
             place.copy_(column, non_blocking=True)
@@ -101,6 +116,11 @@ class RecordedSteps:
         if recording.graph is None:
             recording.graph = self._record(recording)
         recording.graph.replay()
+
+    def laid(self, windows: Windows, size: int, rng: Generator) -> Iterator[Windows]:
+        """The windows in a drawn order, `size` at a time, where the steps will read them."""
+        drawn = picked(windows, torch.randperm(len(windows), generator=rng))
+        return in_shape(drawn, size, self.shape, self.device)
 
     def _run(self, recording: Recording) -> None:
         """As it is, on a stream of its own, as recording wants it."""

@@ -159,6 +159,11 @@ class SASRec(nn.Module):
         # A matrix product rounds some columns differently, and items that share the mean row have to tie.
         return torch.where(known, hidden @ self.rows(n_items).T, (hidden @ self.mean_row)[:, None])
 
+    def scores_among(self, hidden: Float[Tensor, "B d"], items: Int[Tensor, "B n"]) -> Float[Tensor, "B n"]:
+        """`scores` of a few items for each query."""
+        own = (self.embed(items) @ hidden[..., None])[..., 0]
+        return torch.where(self.knows(items), own, (hidden @ self.mean_row)[:, None])
+
     def rows(self, n_items: int) -> Float[Tensor, "I d"]:
         """The row each of items 0 .. n_items - 1 is scored with."""
         return self.embed(torch.arange(n_items, device=self.items.device))

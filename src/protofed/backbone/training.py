@@ -19,18 +19,17 @@ from protofed.backbone.losses import LOSSES, draw_negatives, window_losses
 from protofed.backbone.one_window import OneWindowLoss
 from protofed.backbone.recorded import Inputs, RecordedSteps, Shape, Step
 from protofed.backbone.sasrec import SASRec, at_rest
+from protofed.backbone.validation import exam_of, mean_grade
 from protofed.config import TrainingConfig
-from protofed.evaluation.ranking import ndcg, rank_among, rank_of_positive
 from protofed.progress import Progress, silent
 from protofed.seeds import numpy_stream, seeded, stream
-from protofed.slices.histories import Histories, leading_padding
+from protofed.slices.histories import Histories
 from protofed.slices.stream import TimeSlice
 from protofed.slices.windows import Windows, batches, moved, training_windows, trimmed
 
 WindowLosses = Callable[[Windows], tuple[Float[Tensor, " W"], Int[Tensor, " W"]]]
 ParameterGroups = list[dict[str, Any]]  # as PyTorch's optimisers take them
 Trainable = Callable[[SASRec], ParameterGroups]
-VALIDATION_CHUNK = 512
 
 
 @runtime_checkable
@@ -136,14 +135,15 @@ def train(
     optimiser = adamw(groups, task.learning_rate, config.weight_decay, model.items.device)
     if isinstance(descend, InRounds):
         return train_in_rounds(model, task, config, optimiser, descend, extra=extra, progress=progress)
-    trace, weights = [validation_ndcg(model, task.slice_, config.selection)], copy.deepcopy(model.state_dict())
+    exam = exam_of(task.slice_, config.selection, model.config.history_length, model.items.device)
+    trace, weights = [mean_grade(model, exam)], copy.deepcopy(model.state_dict())
     step, steps, newest = step_of(model, config, optimiser, descend, extra), 0, -1
     for epoch in range(task.epochs):
         windows = epoch_windows(model, task, config, seed, epoch)
         newest = max(newest, int(windows.newest.max()) if len(windows) else -1)
         steps = run_epoch(model, windows, task, config, step, seed, epoch)
         model.refresh_mean_row()
-        trace.append(validation_ndcg(model, task.slice_, config.selection))
+        trace.append(mean_grade(model, exam))
         if best_of(trace) == epoch + 1:
             weights = copy.deepcopy(model.state_dict())
         progress(f"slice {task.slice_.index}", epoch + 1, task.epochs, f"validation NDCG@10 {trace[-1]:.4f}")
@@ -231,11 +231,17 @@ def run_epoch(
     model.train()
     purpose = (task.slice_.index, epoch)
     order, draws = stream(seed, "order", *purpose), stream(seed, "negatives", *purpose)
-    steps = 0
+    steps, size = 0, config.batch_size
+    laid = (
+        step.laid(windows, size, order)
+        if isinstance(step, RecordedSteps)
+        else map(trimmed, batches(windows, size, order))
+    )
     with seeded(seed, "dropout", *purpose):
-        for batch in batches(windows, config.batch_size, order):
-            negatives = draw_negatives(len(batch), config.negatives, task.slice_.n_train_items, draws)
-            step(Inputs(trimmed(batch), negatives, random_prompt(model, len(batch), task.prompt_rate, draws)))
+        for batch in laid:
+            n = min(size, len(windows) - steps * size)
+            negatives = draw_negatives(n, config.negatives, task.slice_.n_train_items, draws)
+            step(Inputs(batch, negatives, random_prompt(model, n, task.prompt_rate, draws)))
             steps += 1
     model.eval()
     return steps
@@ -250,38 +256,3 @@ def random_prompt(model: SASRec, n: int, rate: float, rng: Generator) -> Float[T
         return None
     noise = torch.randn(n, model.config.prompt_length, model.config.width, generator=rng).to(model.items.device)
     return rescale_like(noise, model.input_norm())
-
-
-@torch.no_grad()
-def validation_ndcg(
-    model: SASRec, slice_: TimeSlice, selection: str = "sampled", last_hidden: Callable[[Tensor], Tensor] | None = None
-) -> float:
-    """NDCG@10 of the slice's validation queries, among sampled candidates or all items; NaN where there is none."""
-    values, _ = validation_values(model, slice_, selection, last_hidden)
-    return float(values.mean()) if len(values) else float("nan")
-
-
-@torch.no_grad()
-def validation_values(
-    model: SASRec, slice_: TimeSlice, selection: str = "sampled", last_hidden: Callable[[Tensor], Tensor] | None = None
-) -> tuple[Float[Tensor, " Q"], Int[np.ndarray, " Q"]]:
-    """NDCG@10 of every validation query of the slice, short histories first, and which query each belongs to.
-
-    Histories are read by `last_hidden`, by default the model's own.
-    """
-    model.eval()
-    asked, device = slice_.validation, model.items.device
-    values = [torch.zeros(0)]
-    by_length = np.argsort(slice_.past.before[asked.positions], kind="stable")  # short histories need short inputs
-    for start in range(0, len(asked), VALIDATION_CHUNK):
-        chunk = by_length[start : start + VALIDATION_CHUNK]
-        tokens = slice_.queries(chunk, model.config.history_length).tokens
-        tokens = tokens[:, leading_padding(tokens) :].to(device)
-        scores = model.scores((last_hidden or model.last_hidden)(tokens), asked.n_items)
-        positive = asked.positives[chunk].to(device)
-        if selection == "full":
-            ranks = rank_of_positive(scores, positive)
-        else:
-            ranks = rank_among(scores, positive, asked.negatives[chunk].to(device))
-        values.append(ndcg(ranks, 10).cpu())
-    return torch.cat(values), by_length

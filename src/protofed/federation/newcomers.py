@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from protofed.backbone.sasrec import SASRec, at_rest, grown
-from protofed.backbone.training import validation_values
+from protofed.backbone.validation import exam_of, graded
 from protofed.client.introductions import Introductions, Map, introductions, map_of
 from protofed.privacy.mechanism import Noise, seeded_noise
 from protofed.seeds import stream
@@ -102,8 +102,8 @@ def worth_telling(public: SASRec, base: TimeSlice, maps: Float[Tensor, "T f d"],
 
 def accuracy_on(model: SASRec, base: TimeSlice, wanted: Bool[Tensor, " I"]) -> tuple[float, float]:
     """Mean NDCG@10 over the validation events on these items (0 where there are none), and over all."""
-    values, which = validation_values(model, base)
-    positives = base.validation.positives[torch.from_numpy(which)]
+    exam = exam_of(base, "sampled", model.config.history_length, model.items.device)
+    values, positives = graded(model, exam), base.validation.positives[torch.from_numpy(exam.order)]
     among = (positives < len(wanted)) & wanted[positives.clamp(max=len(wanted) - 1)]
     return (float(values[among].mean()) if among.any() else 0.0), float(values.sum()) / max(len(values), 1)
 

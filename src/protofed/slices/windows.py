@@ -113,7 +113,7 @@ def concatenate(parts: list[Windows]) -> Windows:
     )
 
 
-def picked(windows: Windows, index: Tensor) -> Windows:
+def picked(windows: Windows, index: Tensor | slice) -> Windows:
     """Some of the windows, as wide as they are: nothing waits for the device."""
     columns = (windows.users, windows.tokens, windows.sources, windows.targets, windows.newest)
     return Windows(*(column[index] for column in columns))

@@ -10,7 +10,7 @@ from worlds import LENGTH, random_model, tiny_config, tiny_stream, warmed_up
 from protofed.backbone import training
 from protofed.backbone.extras import Extra, Notes
 from protofed.backbone.losses import LOSSES, draw_negatives, window_losses
-from protofed.backbone.recorded import Inputs, Shape, columns, from_columns, padded
+from protofed.backbone.recorded import Inputs, RecordedSteps, Shape, columns, from_columns, padded, padded_windows
 from protofed.backbone.training import PlainDescent, Task, train
 from protofed.methods.baselines.buffer import replay
 from protofed.methods.baselines.ccd import CCD
@@ -18,7 +18,7 @@ from protofed.methods.baselines.lwf import Lists, imitating
 from protofed.methods.baselines.reloop import ReLoop
 from protofed.methods.protocol import World
 from protofed.seeds import stream
-from protofed.slices.windows import NO_TARGET, real_targets, take, training_windows, trimmed
+from protofed.slices.windows import NO_TARGET, batches, real_targets, take, training_windows, trimmed
 
 SHAPE = Shape(windows=16, tokens=LENGTH, targets=8)
 SLICE = tiny_stream().slice_(1)
@@ -59,6 +59,22 @@ def test_a_padded_batch_has_the_losses_and_gradients_of_the_batch(loss, prompted
     assert torch.allclose(gradients[0][0], gradients[1][0], rtol=1e-5)
     for plain, full in zip(gradients[0][1], gradients[1][1], strict=True):
         assert torch.allclose(plain, full, atol=1e-6)
+
+
+def test_windows_laid_out_at_once_are_the_batches_in_the_given_shape():
+    rng = np.random.default_rng(0)
+    windows = training_windows(SLICE.past, SLICE.train_positions, length=LENGTH, stride=6, rng=rng)
+    size, cpu = 16, torch.device("cpu")
+    steps = RecordedSteps(lambda inputs: None, SHAPE, cpu)
+    laid = list(steps.laid(windows, size, stream(0, "order")))
+    one_by_one = [padded_windows(trimmed(b), SHAPE) for b in batches(windows, size, stream(0, "order"))]
+    assert len(windows) % size
+    assert len(laid) == len(one_by_one) > 2
+    for here, there in zip(laid, one_by_one, strict=True):
+        real = there.targets != NO_TARGET
+        for name in ("users", "tokens", "targets", "newest"):
+            assert torch.equal(getattr(here, name), getattr(there, name))
+        assert torch.equal(here.sources[real], there.sources[real])
 
 
 def extras() -> dict[str, Extra]:

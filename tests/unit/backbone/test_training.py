@@ -14,7 +14,8 @@ from protofed.backbone import training
 from protofed.backbone.losses import LOSSES, draw_negatives, window_losses
 from protofed.backbone.new_items import only_rows
 from protofed.backbone.sasrec import SASRec
-from protofed.backbone.training import PlainDescent, Task, best_of, epoch_windows, random_prompt, train, validation_ndcg
+from protofed.backbone.training import PlainDescent, Task, best_of, epoch_windows, random_prompt, train
+from protofed.backbone.validation import validation_ndcg
 from protofed.seeds import numpy_stream, stream
 from protofed.slices.candidates import NO_CANDIDATE
 from protofed.slices.stream import SliceStream
@@ -71,11 +72,11 @@ def scripted(monkeypatch):
     def script(values: list[float]) -> list[dict[str, Tensor]]:
         seen: list[dict[str, Tensor]] = []
 
-        def validation(model, slice_, selection) -> float:
+        def validation(model, exam) -> float:
             seen.append(copy.deepcopy(model.state_dict()))
             return values[len(seen) - 1]
 
-        monkeypatch.setattr(training, "validation_ndcg", validation)
+        monkeypatch.setattr(training, "mean_grade", validation)
         return seen
 
     return script

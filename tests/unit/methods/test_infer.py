@@ -239,7 +239,7 @@ def test_the_state_survives_packing_and_the_same_seed_gives_it_again():
 
 @pytest.mark.parametrize("options", [{}, {"estimate": "vanilla", "cosine": True}])
 def test_nothing_after_the_train_cut_gives_a_gradient_or_a_benefit_or_enters_the_buffer(options, monkeypatch):
-    monkeypatch.setattr(training, "validation_ndcg", lambda *_: float("nan"))  # keeps the last epoch
+    monkeypatch.setattr(training, "mean_grade", lambda *_: float("nan"))  # keeps the last epoch
     method, cut = Infer(capacity=SMALL, **options), tiny_stream().bounds[1].train_end
     changed = SliceStream(shuffled_after(tiny_log(), cut), tiny_config().stream)
     state, _ = learn(method)

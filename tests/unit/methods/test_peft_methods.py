@@ -13,7 +13,8 @@ from worlds import Learned, learn_once, questions, random_model, tiny_config, ti
 from protofed.backbone import training
 from protofed.backbone.losses import LOSSES, draw_negatives
 from protofed.backbone.small_modules import LoRALinear, small_parameters, small_weights, with_lora, with_weights
-from protofed.backbone.training import PlainDescent, validation_ndcg
+from protofed.backbone.training import PlainDescent
+from protofed.backbone.validation import validation_ndcg
 from protofed.errors import ConfigError
 from protofed.methods.baselines.adapters import AdapterCL, Adapters, lowest, own_last_items, set_at
 from protofed.methods.baselines.dual_lora import EVEN, WEIGHTS, DualLoRA, averaged, summed

@@ -161,7 +161,7 @@ def test_the_state_survives_packing_and_the_same_seed_gives_it_again():
 
 
 def test_nothing_after_the_train_cut_gives_a_gradient(monkeypatch):
-    monkeypatch.setattr(training, "validation_ndcg", lambda *_: float("nan"))  # keeps the last epoch
+    monkeypatch.setattr(training, "mean_grade", lambda *_: float("nan"))  # keeps the last epoch
     cut = tiny_stream().bounds[1].train_end
     changed = SliceStream(shuffled_after(tiny_log(), cut), tiny_config().stream)
     assert same(learn(ReLoop(), changed)[0], learn(ReLoop())[0])

@@ -389,7 +389,8 @@ def test_a_private_training_makes_all_its_steps_and_never_asks_the_validation_pa
         raise AssertionError("the validation part was read")
 
     slice_, config, first = tiny_stream().slice_(1), tiny_config(), warmed_up()[0]
-    monkeypatch.setattr(training, "validation_ndcg", asked)
+    monkeypatch.setattr(training, "exam_of", asked)
+    monkeypatch.setattr(training, "mean_grade", asked)
     task = Task(slice_, slice_.train_positions, 0, 5e-3)  # no epochs: rounds count
     private = descent(noise_multiplier=1.0, sampling_rate=1e-9)
     model, fit = train(first, task, config.training, seed=0, descend=private)

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.small_modules import Weights, lending, modules_and_rows, small_weights, with_lora, with_weights
-from protofed.backbone.training import Descend, Fit, Task, best_of, train, validation_ndcg
+from protofed.backbone.training import Descend, Fit, Task, best_of, train
+from protofed.backbone.validation import exam_of, mean_grade
 from protofed.methods.baselines.buffer import within
 from protofed.methods.baselines.finetune_last import fine_tuned
 from protofed.methods.frozen import BackboneState, backbone_evidence, rows_for, started
@@ -123,9 +124,10 @@ class DualLoRA:
         """The share of the long-term LoRA that ranks the validation part best, and how each share ranks it."""
         if world.config.privacy.wrap or not len(slice_.validation):
             return EVEN, ()
-        selection = world.config.training.selection
+        selection, length = world.config.training.selection, long.config.history_length
+        exam = exam_of(slice_, selection, length, long.items.device)
         readers = [partial(self.last_hidden, long, short, weight) for weight in WEIGHTS]
-        traced = tuple(validation_ndcg(long, slice_, selection, reader) for reader in readers)
+        traced = tuple(mean_grade(long, exam, reader) for reader in readers)
         return WEIGHTS[best_of(traced)], traced
 
     def last_hidden(
