@@ -105,7 +105,7 @@ def wanted_cells(files: Sequence[Path], tuned: Path | None) -> "tuple[Cell, ...]
     from protofed.experiments.grid import cells, read_grid, tuned_in, untuned
     from protofed.report.coverage import together
 
-    settings = tuned_in(tuned) if tuned else untuned
+    settings = tuned_in(tuned, required=False) if tuned else untuned
     return together(cells(read_grid(file), settle, settings) for file in files)
 
 

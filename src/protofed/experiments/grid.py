@@ -16,7 +16,7 @@ from protofed.errors import ConfigError
 from protofed.methods.catalogue import METHODS, method_named
 from protofed.methods.search_spaces import space_of
 
-Tuned = Callable[[str, str, str], Mapping[str, object]]  # data set, method, variant (standard or peft): its settings
+Tuned = Callable[[str, str, str], Mapping[str, object] | None]  # data set, method, variant: settings, None: not known
 Settle = Callable[[Mapping[str, object], None, Sequence[str]], RunConfig]  # `protofed run`: flags, no file, its --set
 DEFAULT = "default"
 AXES = {"dataset": "grid.datasets", "method": "grid.methods", "seed": "grid.seeds"}
@@ -55,6 +55,7 @@ class Cell:
     variant: str  # the variant's name and the swept values, as the folder has them
     config: RunConfig
     settings: tuple[tuple[str, object], ...]  # what was asked for beyond data set, method and seed
+    tuned: bool = True  # False: tuned settings are wanted and not known, so no run can be this one
 
     @property
     def folder(self) -> str:
@@ -129,20 +130,23 @@ def untuned(dataset: str, method: str, variant: str) -> Mapping[str, object]:
     return {}
 
 
-def tuned_in(folder: Path) -> Tuned:
+def tuned_in(folder: Path, *, required: bool = True) -> Tuned:
     """What `protofed tune --out folder` found: of each METHOD/best.toml, the settings that the search was over.
 
-    A log of its own has them in DATASET/METHOD/best.toml; what lies there goes before METHOD/best.toml.
+    A log of its own has them in DATASET/METHOD/best.toml; what lies there goes before METHOD/best.toml. A method that
+    is not tuned yet is refused, or where it is not `required` has no settings.
     """
     if not folder.is_dir():
         raise ConfigError(f"no folder at --tuned {folder}; give the --out of `protofed tune`")
 
-    def tuned(dataset: str, method: str, variant: str) -> Mapping[str, object]:
+    def tuned(dataset: str, method: str, variant: str) -> Mapping[str, object] | None:
         space = space_of(method, variant)
         if not space:
             return {}
         places = [folder / quote(dataset, safe="") / method / "best.toml", folder / method / "best.toml"]
         found = next((place for place in places if place.is_file()), None)
+        if found is None and not required:
+            return None
         if found is None:
             raise ConfigError(f"--tuned {folder} has no {method}/best.toml; tune {method} too, or leave it out")
         values = _best(found, method, variant)
@@ -225,14 +229,15 @@ def _expanded(grid: Grid, settle: Settle, tuned: Tuned) -> Iterator[Cell]:
             for swept in itertools.product(*sweep.values()):
                 chosen = dict(zip(sweep, swept, strict=True))
                 asked = dict(grid.settings) | dict(variant.settings) | chosen
-                settings = {**tuned(dataset, method, _variant_of(method, asked)), **asked}
+                best = tuned(dataset, method, _variant_of(method, asked))
+                settings = {**(best or {}), **asked}
                 for seed in grid.seeds:
                     named = {"dataset": dataset, "method": method, "seed": seed}
                     # by way of the same texts as `command`, so that both make one config
                     config = settle(named, None, texts(settings.items()))
                     # the config's own value: 1 and 1.0 are one setting and must be one folder
                     values = [f"{key}={quote(_text(_value(config, key)), safe='+')}" for key in chosen]
-                    yield Cell(",".join([variant.name, *values]), config, tuple(settings.items()))
+                    yield Cell(",".join([variant.name, *values]), config, tuple(settings.items()), best is not None)
 
 
 def _variant_of(method: str, settings: Mapping[str, object]) -> str:

@@ -13,7 +13,7 @@ from protofed.report.layout import Cell as Shown
 from protofed.report.layout import Column, Line, Table, to_csv
 from protofed.report.runs import Run, Unfinished
 
-State = Literal["done", "unfinished", "missing"]
+State = Literal["done", "unfinished", "missing", "untuned"]
 Share = tuple[int, int]  # done, wanted
 
 
@@ -89,7 +89,8 @@ def _standing(grid: Sequence[Cell], done: Iterable[str], started: Iterable[str])
     states: list[tuple[Cell, State]] = []
     for cell in grid:
         text = to_toml(cell.config)
-        states.append((cell, "done" if text in finished else "unfinished" if text in begun else "missing"))
+        missing: State = "unfinished" if text in begun else "missing"
+        states.append((cell, "untuned" if not cell.tuned else "done" if text in finished else missing))
     return Coverage(tuple(states))
 
 

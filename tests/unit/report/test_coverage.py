@@ -11,7 +11,7 @@ from protofed.cli.report import report
 from protofed.cli.run import settle
 from protofed.config import parsed, to_toml
 from protofed.errors import ConfigError, ProtoFedError
-from protofed.experiments.grid import Cell, Grid, Variant, cells, grid_of
+from protofed.experiments.grid import Cell, Grid, Variant, cells, grid_of, tuned_in
 from protofed.report.coverage import coverage, coverage_table, covered, together
 from protofed.report.runs import Run, Unfinished
 
@@ -49,6 +49,14 @@ def test_a_cell_is_done_unfinished_or_missing(tmp_path):
         ("toy2", "frozen"): (0, 2),
         ("toy2", "ewc"): (0, 2),
     }
+
+
+def test_a_cell_whose_method_is_not_tuned_yet_is_not_done_by_a_run_at_the_defaults(tmp_path):
+    (tmp_path / "tuned").mkdir()
+    grid = cells(Grid(("toy",), ("frozen", "ewc")), settle, tuned_in(tmp_path / "tuned", required=False))
+    for cell in grid:
+        write_cell(tmp_path / "runs", cell)
+    assert [state for _, state in covered(grid, tmp_path / "runs").states] == ["done", "untuned"]  # frozen needs none
 
 
 def test_the_folders_name_does_not_matter_but_every_setting_does(tmp_path):
