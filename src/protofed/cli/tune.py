@@ -83,7 +83,7 @@ def planned(
 def run_all(search: Tuning, out: Path, cache: Path, device: torch.device, console: Console) -> None:
     """Each trial that is not over yet, with a line for each; tables and best.toml are rewritten after every one."""
     name, total = search.config.method, len(search.trials)
-    if not space_of(name, search.config.variant):
+    if not space_of(name, search.config.variant, private=search.config.privacy.wrap):
         console.print(f"{name}: nothing to tune; one trial, its defaults", highlight=False)
     for trial in search.trials:
         with shown(console) as bars:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from protofed.backbone.new_items import neighbours
 from protofed.backbone.sasrec import Embed, SASRec
-from protofed.slices.histories import Histories
+from protofed.slices.histories import Histories, Queries, met_before
 
 SPAN = 2**32  # pairs are looked up by client * SPAN + item
 NEIGHBOURS = 5  # events before and after, as in the shared rule
@@ -85,12 +85,19 @@ def with_own_scores(
     own: OwnRows,
     clients: Int[Tensor, " B"],
     allowed: Bool[Tensor, " n"] | None = None,
+    queries: Queries | None = None,
 ) -> Float[Tensor, "B I"]:
-    """Scores in which each client's own items are scored with its own rows."""
+    """Scores in which each client's own items are scored with its own rows.
+
+    With `queries`, only what a query's own past holds: a row for an item that its client met later, asked about an
+    earlier time, would give the answer away.
+    """
     which, place = pairs_of(own, clients)
     keep = own.items[place] < scores.shape[1]
     if allowed is not None:
         keep = keep & allowed[clients[which]]
+    if queries is not None:
+        keep = keep & met_before(queries, which, own.items[place])
     which, place = which[keep], place[keep]
     return scores.index_put((which, own.items[place]), (hidden[which] * own.rows[place]).sum(-1))
 

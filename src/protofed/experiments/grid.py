@@ -16,7 +16,7 @@ from protofed.errors import ConfigError
 from protofed.methods.catalogue import METHODS, method_named
 from protofed.methods.search_spaces import space_of
 
-Tuned = Callable[[str, str, str], Mapping[str, object] | None]  # data set, method, variant: settings, None: not known
+Tuned = Callable[[str, str, str, bool], Mapping[str, object] | None]  # data set, method, variant, whether private
 Settle = Callable[[Mapping[str, object], None, Sequence[str]], RunConfig]  # `protofed run`: flags, no file, its --set
 DEFAULT = "default"
 AXES = {"dataset": "grid.datasets", "method": "grid.methods", "seed": "grid.seeds"}
@@ -125,7 +125,7 @@ def grid_of(values: Mapping[str, object]) -> Grid:
     )
 
 
-def untuned(dataset: str, method: str, variant: str) -> Mapping[str, object]:
+def untuned(dataset: str, method: str, variant: str, private: bool) -> Mapping[str, object]:
     """Every method at its defaults."""
     return {}
 
@@ -139,8 +139,8 @@ def tuned_in(folder: Path, *, required: bool = True) -> Tuned:
     if not folder.is_dir():
         raise ConfigError(f"no folder at --tuned {folder}; give the --out of `protofed tune`")
 
-    def tuned(dataset: str, method: str, variant: str) -> Mapping[str, object] | None:
-        space = space_of(method, variant)
+    def tuned(dataset: str, method: str, variant: str, private: bool) -> Mapping[str, object] | None:
+        space = space_of(method, variant, private=private)
         if not space:
             return {}
         places = [folder / quote(dataset, safe="") / method / "best.toml", folder / method / "best.toml"]
@@ -149,20 +149,22 @@ def tuned_in(folder: Path, *, required: bool = True) -> Tuned:
             return None
         if found is None:
             raise ConfigError(f"--tuned {folder} has no {method}/best.toml; tune {method} too, or leave it out")
-        values = _best(found, method, variant)
+        values = _best(found, method, variant, private)
         return {key: values[key] for key in space if key in values}
 
     return tuned
 
 
-def _best(path: Path, method: str, variant: str) -> dict[str, object]:
+def _best(path: Path, method: str, variant: str, private: bool) -> dict[str, object]:
     """The dotted keys of a best.toml, once it is clear that it is about this method."""
     try:
         config, values = from_values(values_of(path)), values_of(path)
     except ConfigError as problem:
         raise ConfigError(f"{path}: {problem}") from problem
-    if (config.method, config.variant) != (method, variant):
-        was, asked = f"{config.method} ({config.variant})", f"{method} ({variant})"
+    if (config.method, config.variant, config.privacy.wrap) != (method, variant, private):
+        marks = {True: ", private", False: ""}
+        was = f"{config.method} ({config.variant}{marks[config.privacy.wrap]})"
+        asked = f"{method} ({variant}{marks[private]})"
         raise ConfigError(f"{path} was tuned for {was}, a cell is {asked}; tune that into another folder")
     return values | {f"hyper.{key}": value for key, value in hyper_values(config.hyper).items()}
 
@@ -229,7 +231,7 @@ def _expanded(grid: Grid, settle: Settle, tuned: Tuned) -> Iterator[Cell]:
             for swept in itertools.product(*sweep.values()):
                 chosen = dict(zip(sweep, swept, strict=True))
                 asked = dict(grid.settings) | dict(variant.settings) | chosen
-                best = tuned(dataset, method, _variant_of(method, asked))
+                best = tuned(dataset, method, _variant_of(method, asked), asked.get("privacy.wrap") is True)
                 settings = {**(best or {}), **asked}
                 for seed in grid.seeds:
                     named = {"dataset": dataset, "method": method, "seed": seed}

@@ -94,7 +94,8 @@ def tuning(
     """The search for the config's method on the log's base block; settings named in `held` are not searched."""
     if n_trials < 1:
         raise ConfigError(f"--trials must be at least 1, got {n_trials}; trial 0 is the defaults")
-    space = {key: values for key, values in space_of(config.method, config.variant).items() if key not in held}
+    everything = space_of(config.method, config.variant, private=config.privacy.wrap)
+    space = {key: values for key, values in everything.items() if key not in held}
     block = base_block(log, config, n_slices)
     trials = drawn_trials(config, space, n_trials)
     return Tuning(config, block, fingerprint(block), n_slices, pinned_noise(config), trials)

@@ -45,7 +45,7 @@ def online_inference(
         with_prompt = shared.backbone.last_hidden(queries.tokens, prompt, embed)
         hidden = torch.where(prompted[:, None], with_prompt, hidden)
     scores = shared.backbone.scores(hidden, queries.n_items)
-    return with_own_scores(scores, hidden, devices.rows, users, _by_user(devices.use_rows, users))
+    return with_own_scores(scores, hidden, devices.rows, users, _by_user(devices.use_rows, users), queries)
 
 
 def places(devices: Devices, users: Int[Tensor, " B"]) -> tuple[Bool[Tensor, " B"], Int[Tensor, " B"]]:

@@ -107,11 +107,18 @@ PEFT_SPACES: Mapping[str, Space] = {  # where the `peft` variant has other setti
 }
 
 
-def space_of(method: str, variant: str = "standard") -> Space:
+# What noise asks for besides: an upload's length, to which its noise is in proportion, must fit what clients learn.
+# AdamW undoes the scale of a private gradient, so where the steps are the server's there is nothing to gain by it.
+CLIP_RADII: Space = {"privacy.clip_radius": (0.01, 0.03, 0.1, 0.3, 1.0)}
+PRIVATE_SPACES: Mapping[str, Space] = dict.fromkeys(("fedavg", "fedprox", "ditto", "fedrap"), CLIP_RADII)
+
+
+def space_of(method: str, variant: str = "standard", *, private: bool = False) -> Space:
     """What a search tries for this method; empty where there is nothing to tune."""
     if method not in SPACES:
         raise ConfigError(f"{method} has no search space; add it to methods/search_spaces.py (empty: nothing to tune)")
-    return PEFT_SPACES.get(method, SPACES[method]) if variant == "peft" else SPACES[method]
+    space = PEFT_SPACES.get(method, SPACES[method]) if variant == "peft" else SPACES[method]
+    return {**space, **PRIVATE_SPACES.get(method, {})} if private else space
 
 
 def check_hyper(key: str, value: object) -> None:

@@ -100,7 +100,7 @@ def to_inline_svg(drawn: Any, name: str, description: str) -> str:
     drawn.savefig(buffer, format="svg", transparent=True, metadata=NO_METADATA)
     text = buffer.getvalue()
     text = text[text.index("<svg") :].rstrip()
-    for change in (_without_own_style, _in_page_font, _in_page_colours):
+    for change in (_without_own_style, _in_page_font, _in_page_colours, _slim):
         text = change(text)
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)
     widest = round(1.45 * 72 * drawn.get_figwidth())  # beyond, its letters would outgrow the page's
@@ -119,6 +119,18 @@ def _in_page_font(text: str) -> str:
 
 def _in_page_colours(text: str) -> str:
     return re.sub("#0000(?:0[12]|1[0-6])", lambda found: CSS_COLOURS[found.group()], text)
+
+
+def _slim(text: str) -> str:
+    """The same picture in half the bytes: hundredths of a point, no ids that nothing refers to, no empty groups."""
+    used = set(re.findall(r'(?:url\(|href=")#([^")]+)', text))
+    text = re.sub(r' id="([^"]*)"', lambda found: found.group() if found.group(1) in used else "", text)
+    text = re.sub(r"(\.\d\d)\d+", r"\1", text)
+    text = re.sub(r' transform="rotate\(-?0 [^"]*\)"', "", text)
+    text = re.sub(r"\s+", " ", text).replace("> <", "><")
+    while (less := re.sub(r"<g[^>]*(?:/>|></g>)", "", text)) != text:
+        text = less
+    return text
 
 
 def _escaped(text: str) -> str:

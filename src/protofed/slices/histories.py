@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 PAD = -2  # an empty place at the left of a short history
@@ -118,6 +118,16 @@ def moved(queries: Queries, device: torch.device | str) -> Queries:
     """The same queries on another device."""
     columns = ("users", "times", "tokens", "offsets", "past_items", "past_times")
     return replace(queries, **{name: getattr(queries, name).to(device) for name in columns})
+
+
+def met_before(queries: Queries, which: Int[Tensor, " M"], items: Int[Tensor, " M"]) -> Bool[Tensor, " M"]:
+    """Whether the past of query `which` holds the item."""
+    rows = torch.repeat_interleave(torch.arange(len(queries), device=items.device), queries.offsets.diff())
+    past = (rows * queries.n_items + queries.past_items).sort().values
+    if not len(past):
+        return torch.zeros_like(items, dtype=torch.bool)
+    wanted = which * queries.n_items + items
+    return (past[torch.searchsorted(past, wanted).clamp(max=len(past) - 1)] == wanted) & (items < queries.n_items)
 
 
 def past_counts(queries: Queries, weights: Tensor | None = None) -> Tensor:

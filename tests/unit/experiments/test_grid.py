@@ -370,6 +370,19 @@ def test_the_peft_variant_takes_only_what_was_tuned_as_peft(tmp_path):
         cells(grid, settle, tuned_in(tmp_path / "standard"))
 
 
+def test_a_private_cell_takes_only_what_was_tuned_under_noise_the_radius_included(tmp_path):
+    wrapped = {"privacy.wrap": True}
+    write_best(tmp_path / "noised", "fedavg", {"privacy.clip_radius": 0.03, "hyper.rate": 3e-4, **wrapped})
+    write_best(tmp_path / "plain", "fedavg", {"hyper.rate": 3e-4, "privacy.clip_radius": 0.03})
+    private = Grid(("synthetic",), ("fedavg",), settings=tuple(wrapped.items()))
+    (cell,) = cells(private, settle, tuned_in(tmp_path / "noised"))
+    assert (cell.config.privacy.clip_radius, cell.config.hyper) == (0.03, "rate = 0.0003")
+    with pytest.raises(ConfigError, match=r"was tuned for fedavg \(standard\), a cell is fedavg \(standard, private\)"):
+        cells(private, settle, tuned_in(tmp_path / "plain"))
+    (cell,) = cells(Grid(("synthetic",), ("fedavg",)), settle, tuned_in(tmp_path / "plain"))
+    assert cell.config.privacy.clip_radius == 1.0  # not searched without noise
+
+
 def test_a_method_that_is_peft_by_itself_needs_no_word_about_it(tmp_path):
     write_best(tmp_path, "adapters", {"hyper.learning_rate": 0.03})
     (cell,) = cells(Grid(("synthetic",), ("adapters",)), settle, tuned_in(tmp_path))

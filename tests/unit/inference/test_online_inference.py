@@ -1,5 +1,6 @@
 """Algorithm 3 against one query at a time, written out; users without a memory; forced variants; own rows."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -21,6 +22,7 @@ N, K, D, D_Z, L_P, L, ROWS, ITEMS = 6, 5, 8, 4, 2, 6, 12, 15
 RULE = LocalRule(top_m=3, temperature=0.2)
 GATE = Gate(torch.tensor(0.3), torch.tensor(0.2), torch.tensor(1.5), torch.tensor(-0.5))
 UNMET, BEYOND = 4, 9
+OLDER = (3, 5, 2, 7, 13)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -49,7 +51,10 @@ def devices(**changes: object) -> Devices:
 
 
 def queries(users: list[int], seed: int = 8) -> Queries:
-    """Histories of different lengths, some of them with the user's own items and with items that have no row."""
+    """Histories of different lengths, some of them with the user's own items and with items that have no row.
+
+    Older events, beyond the tokens, hold OLDER; item 1 is user 0's own and for later.
+    """
     n, whose = len(users), torch.tensor(users, dtype=torch.int64)
     items = torch.randint(ITEMS, (n, L), generator=Generator().manual_seed(seed))
     items[:, -1] = torch.tensor([7, 3, 13, 5, 2, 1])[whose % 6]
@@ -57,17 +62,22 @@ def queries(users: list[int], seed: int = 8) -> Queries:
     place = torch.arange(L)
     tokens = torch.where(place >= L - lengths[:, None], items, PAD)
     tokens = torch.where(place == L - lengths[:, None] - 1, BOS, tokens)
-    nothing = torch.zeros(0, dtype=torch.int64)
+    pasts = [[*OLDER, *(item for item in row if item >= 0 and item != 1)] for row in tokens.tolist()]
+    past = torch.tensor([item for row in pasts for item in row], dtype=torch.int64)
     return Queries(
         users=whose,
         times=torch.zeros(n, dtype=torch.int64),
         tokens=tokens,
-        offsets=torch.zeros(n + 1, dtype=torch.int64),
-        past_items=nothing,
-        past_times=nothing,
+        offsets=torch.tensor([0, *itertools.accumulate(map(len, pasts))]),
+        past_items=past,
+        past_times=torch.zeros_like(past),
         slice_index=1,
         n_items=ITEMS,
     )
+
+
+def past_of(asked: Queries, b: int) -> set[int]:
+    return set(asked.past_items[asked.offsets[b] : asked.offsets[b + 1]].tolist())
 
 
 def row_of(model: SASRec, item: int) -> Tensor:
@@ -75,7 +85,7 @@ def row_of(model: SASRec, item: int) -> Tensor:
 
 
 def one_query(
-    shared: Broadcast, g: QueryEncoder, rule: LocalRule, memory: Devices, user: int, tokens: Tensor
+    shared: Broadcast, g: QueryEncoder, rule: LocalRule, memory: Devices, user: int, tokens: Tensor, past: set[int]
 ) -> Tensor:
     """Algorithm 3 for one query, line by line, in loops."""
     model = shared.backbone
@@ -105,7 +115,8 @@ def one_query(
         prompt = prompt + (routed if rule.use_prototypes else 0)
         prompt = prompt / prompt.norm(dim=-1, keepdim=True) * model.items.norm(dim=-1).mean() * math.sqrt(D)
         hidden = model.hidden(tokens[None], prompt[None], embed)[0, -1]
-    return torch.stack([hidden @ own.get(i, row_of(model, i)) for i in range(ITEMS)])
+    rows = [own[i] if i in own and i in past else row_of(model, i) for i in range(ITEMS)]
+    return torch.stack([hidden @ row for row in rows])
 
 
 EVERYBODY = [0, 1, 2, 3, UNMET, 5, BEYOND, 0, 2]
@@ -121,7 +132,10 @@ def test_a_batch_is_ranked_as_each_query_alone_by_algorithm_3(rule, newcomers):
     shared, g, asked = broadcast(), query_encoder(), queries(EVERYBODY)
     memory = devices(newcomers_use_prompt=newcomers)
     scores = online_inference(shared, g, GATE, rule, memory, asked)
-    by_hand = [one_query(shared, g, rule, memory, u, asked.tokens[b]) for b, u in enumerate(EVERYBODY)]
+    by_hand = [
+        one_query(shared, g, rule, memory, u, asked.tokens[b], past_of(asked, b)) for b, u in enumerate(EVERYBODY)
+    ]
+    assert 1 not in past_of(asked, 0)
     torch.testing.assert_close(scores, torch.stack(by_hand), atol=1e-4, rtol=1e-4)
 
 
@@ -189,7 +203,7 @@ def test_own_rows_change_the_scores_of_own_items_alone_where_the_history_has_non
     tokens = torch.where(asked.tokens >= 0, 10, asked.tokens)  # nobody's own item: the hidden state stays
     asked = replace(asked, tokens=tokens)
     with_rows, without = (ranked(forced(devices(), prompt=True, rows=rows), asked) for rows in (True, False))
-    for scores, plain, own in zip(with_rows, without, ([1, 7], [3, 13], [2]), strict=True):
+    for scores, plain, own in zip(with_rows, without, ([7], [3, 13], [2]), strict=True):  # 1 is for later
         differs = (scores - plain).abs() > 1e-5
         assert differs.nonzero()[:, 0].tolist() == own
 

@@ -1,5 +1,6 @@
 """ProtoFed-SP as a whole on the tiny world: modes, every ablation, the ledger, small and broken slices."""
 
+import itertools
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -11,6 +12,7 @@ from worlds import LENGTH, questions, random_model, shuffled_after, tiny_config,
 
 from protofed.backbone.training import PlainDescent
 from protofed.client.codec import CodecTraining, random_linear_codec
+from protofed.client.own_rows import OwnRows
 from protofed.config import ABLATIONS
 from protofed.errors import ConfigError
 from protofed.federation import preparation
@@ -392,6 +394,46 @@ def test_no_client_has_a_row_for_a_validation_item_when_that_item_decides_about_
     novel = {pair for pair in zip(asked.users.tolist(), asked.positives.tolist(), strict=True) if pair not in met}
     assert len(novel) > 10
     assert not pairs & novel
+
+
+def after_both_slices() -> tuple[World, ProtoFedState]:
+    world = world_of()
+    state = started(world)
+    for index in (1, 2):
+        state, _ = ProtoFedSP().learn(world, state, tiny_stream().slice_(index), PlainDescent())
+    return world, state
+
+
+def own_items(state: ProtoFedState, user: int) -> set[int]:
+    return set(state.rows.items[state.rows.clients == user].tolist())
+
+
+def pasts(queries: Queries) -> list[set[int]]:
+    edges = queries.offsets.tolist()
+    return [set(queries.past_items[a:b].tolist()) for a, b in itertools.pairwise(edges)]
+
+
+def test_a_row_for_what_a_client_met_later_does_not_answer_an_earlier_question():
+    world, state = after_both_slices()
+    asked, queries = questions(1)
+    told = ProtoFedSP().score(world, state, queries)
+    given_away = 0
+    for b, past in enumerate(pasts(queries)):
+        user, positive = int(queries.users[b]), int(asked.positives[b])
+        given_away += positive in own_items(state, user) - past
+        known = (state.rows.clients == user) & torch.tensor([item in past for item in state.rows.items.tolist()])
+        before = replace(
+            state, rows=OwnRows(state.rows.clients[known], state.rows.items[known], state.rows.rows[known])
+        )
+        only = tiny_stream().queries(asked, np.array([b]), LENGTH)
+        assert torch.allclose(ProtoFedSP().score(world, before, only)[0], told[b], atol=1e-5)
+    assert given_away > len(queries) / 4  # clients do hold rows for many of these very answers
+
+
+def test_when_a_slice_is_tested_every_own_row_is_about_the_past():
+    _, state = after_both_slices()
+    _, queries = questions(2)
+    assert all(own_items(state, int(user)) <= past for user, past in zip(queries.users, pasts(queries), strict=True))
 
 
 def test_a_state_saved_with_another_backbone_width_fails_clearly():

@@ -57,6 +57,16 @@ def test_no_trial_needs_a_warm_up_or_a_budget_of_its_own(name, variant):
         assert content_key(override(config, {key: values[0]}), data, worlds.CPU) == shared
 
 
+@pytest.mark.parametrize(("name", "variant"), CASES)
+def test_under_noise_federated_methods_are_searched_over_the_radius_too_and_nothing_else_changes(name, variant):
+    plain, noised = space_of(name, variant), space_of(name, variant, private=True)
+    added = {"privacy.clip_radius"} if name in ("fedavg", "fedprox", "ditto", "fedrap") else set()
+    assert noised.keys() - plain.keys() == added
+    assert {key: noised[key] for key in plain} == plain
+    for radius in noised.get("privacy.clip_radius", ()):
+        in_range(override(RunConfig(method=name), {"privacy.clip_radius": radius}))
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_every_default_lies_in_its_range(name):
     for key, value in numbers(METHODS[name].method):

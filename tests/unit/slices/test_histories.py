@@ -13,6 +13,7 @@ from protofed.slices.histories import (
     PAD,
     Histories,
     histories,
+    met_before,
     moved,
     past_counts,
     queries_at,
@@ -140,6 +141,17 @@ def test_past_counts_count_each_item_of_each_past(seed):
     for row, position in enumerate(positions):
         seen = Counter(event.item for event in earlier_events(events, position))
         assert counts[row].tolist() == [seen[item] for item in range(log.n_items)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_item_was_met_before_exactly_where_the_past_holds_it(seed):
+    log = random_log(seed)
+    queries = asked(log, list(range(0, len(log), 3)))
+    which, items = torch.meshgrid(torch.arange(len(queries)), torch.arange(log.n_items + 2), indexing="ij")
+    found = met_before(queries, which.flatten(), items.flatten()).view_as(items)
+    assert torch.equal(found[:, : log.n_items], past_counts(queries) > 0)
+    assert not found[:, log.n_items :].any()
+    assert not met_before(asked(log, []), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)).any()
 
 
 def test_past_counts_add_up_the_weights_given():
