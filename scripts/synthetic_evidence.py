@@ -1,6 +1,7 @@
 """What ProtoFed-SP does on a world whose truth is known: clusters recovered, drift noticed, parts that matter.
 
 python scripts/synthetic_evidence.py --seeds 0 1 2
+python scripts/synthetic_evidence.py --parts --set protofed.mode=nodp protofed.prototypes=6 protofed.prompt_history=3
 """
 
 import argparse
@@ -15,27 +16,48 @@ from protofed.backbone.pretrain import cached_warm_up
 from protofed.backbone.training import PlainDescent
 from protofed.cli.run import settle
 from protofed.client.drift import drift_gate
+from protofed.client.own_rows import no_rows
 from protofed.data.synthetic import drifting_world, preset
 from protofed.data.synthetic_truth import DriftingWorld, cluster_at, drift_progress
 from protofed.evaluation.forgetting import accuracy
 from protofed.experiments.run import Experiment
 from protofed.experiments.summary import matrix
+from protofed.federation.lessons import chunks, client_data
+from protofed.federation.simulator import query_means
 from protofed.methods.protocol import World
 from protofed.methods.protofed_sp import ProtoFedSP, ProtoFedState
-from protofed.seeds import stream
+from protofed.seeds import numpy_stream, stream
 from protofed.server.assignment import nearest
-from protofed.slices.stream import SliceStream
+from protofed.slices.stream import SliceStream, TimeSlice
 
 PARTS = ("", "own-rows", "prompts", "long", "short", "prototypes", "alignment", "static-prototypes", "personal")
-CPU = torch.device("cpu")
+MEASURED = ("ari", "ari of who stays", "ari of queries", "moving", "staying")
+CPU, LENGTH = torch.device("cpu"), 50
 
 
 def clusters(state: ProtoFedState, made: DriftingWorld, now: int) -> tuple[float, float]:
-    """Adjusted Rand index of users' nearest prototypes against their true clusters, and of their nearest z-cluster."""
+    """Adjusted Rand index of the prototypes nearest to long prompts against true clusters: of all, of who never moves."""
     users = state.table.met.nonzero()[:, 0]
-    z = state.codec.encode(state.table.long[users])
+    found = nearest(state.codec.encode(state.table.long[users]), state.library.v)
     truth = cluster_at(made.truth, users, torch.full_like(users, now))
-    return float(adjusted_rand_score(truth, nearest(z, state.library.v))), len(users)
+    stays = ~made.users.drifting[users]
+    return adjusted_rand_score(truth, found), adjusted_rand_score(truth[stays], found[stays])
+
+
+def routed(state: ProtoFedState, made: DriftingWorld, slice_: TimeSlice, now: int) -> float:
+    """Adjusted Rand index of the prototypes that the slice's queries are routed to first."""
+    rng = numpy_stream(0, "routed")
+    data = client_data(slice_.past, slice_.train_positions, length=LENGTH, stride=LENGTH // 2, rng=rng)
+    found = [
+        nearest(
+            query_means(
+                state.backbone, state.g, no_rows(state.backbone.config.width), windows, where.stop - where.start
+            ),
+            state.library.v,
+        )
+        for where, windows in chunks(data, len(data), CPU)
+    ]
+    return adjusted_rand_score(cluster_at(made.truth, data.users, torch.full_like(data.users, now)), torch.cat(found))
 
 
 def gates(state: ProtoFedState, made: DriftingWorld, before: int, now: int) -> tuple[float, float]:
@@ -58,13 +80,20 @@ def follow(seed: int, cache: Path, settings: list[str]) -> dict[str, list[float]
     world, method = World(config, data.slice_(0), backbone), ProtoFedSP()
     state = method.start(world)
     times = made.log.times
-    told: dict[str, list[float]] = {"ari": [], "moving": [], "staying": []}
-    told["ari"].append(clusters(state, made, int(times[data.bounds[0].end - 1]))[0])
+    told: dict[str, list[float]] = {name: [] for name in MEASURED}
+
+    def look(index: int, now: int) -> None:
+        everybody, stayed = clusters(state, made, now)
+        told["ari"].append(everybody)
+        told["ari of who stays"].append(stayed)
+        told["ari of queries"].append(routed(state, made, data.slice_(index), now))
+
+    look(0, int(times[data.bounds[0].end - 1]))
     for index in range(1, data.n_slices + 1):
         bounds = data.bounds[index]
         state, _ = method.learn(world, state, data.slice_(index), PlainDescent(1.0))
         now = int(times[bounds.train_end - 1])
-        told["ari"].append(clusters(state, made, now)[0])
+        look(index, now)
         moving, staying = gates(state, made, int(times[bounds.start]) - made.truth.config.span // 16, now)
         told["moving"].append(moving)
         told["staying"].append(staying)
@@ -90,7 +119,7 @@ def main() -> None:
     arguments = parser.parse_args()
     cache = Path(tempfile.gettempdir()) / "protofed-synthetic"
     followed = [follow(seed, cache, arguments.settings) for seed in arguments.seeds]
-    for name in ("ari", "moving", "staying"):
+    for name in MEASURED:
         values = np.array([f[name] for f in followed])
         print(name, " ".join(f"{v:.3f}" for v in values.mean(0)), f"(std of the mean {values.mean(1).std():.3f})")
     print("| without | sampled, all | sampled, novel | sampled, repeat | full, all |\n|---|---|---|---|---|")

@@ -102,6 +102,7 @@ class ProtoFedConfig:
     mode: Literal["reference", "literal", "nodp"] = "reference"
     ablate: str = ""  # parts left out, comma-separated (ABLATIONS)
     prototypes: int = 0  # K; 0: as many as the cohort can feed
+    seedings: int = 1  # starts of the k-means that places the first prototypes; the tightest is taken
     top_m: int = 4  # M: prototypes a query is routed to
     temperature: float = 0.07  # tau of the router
     embedding: int = 64  # d_z: width of what is uploaded
@@ -111,6 +112,7 @@ class ProtoFedConfig:
     margin: float = 0.5  # rho: least distance between prototypes
     local_steps: int = 20  # of each client in a slice, spread over its rounds
     base_steps: int = 20  # of each base user's simulated device in the base block
+    prompt_history: int = 0  # tokens prompts learn beside, own rows left out; 0: the whole context, together with rows
     base_history: int = 0  # tokens those steps read: a short context leaves more to the prompt; 0: the backbone's
     base_windows: int = 4  # newest windows of each base user that those steps read
     long_rate: float = 5e-3  # eta_l
@@ -209,6 +211,7 @@ RANGES: Mapping[str, tuple[float, float]] = {  # what a number may be, ends incl
     "privacy.newcomer_noise": (0, 1e6),
     "peft.learning_rate": (1e-12, 100),
     "protofed.prototypes": (0, 65_536),
+    "protofed.seedings": (1, 10_000),
     "protofed.top_m": (1, 65_536),
     "protofed.temperature": (1e-6, 1e6),
     "protofed.embedding": (1, 65_536),
@@ -216,6 +219,7 @@ RANGES: Mapping[str, tuple[float, float]] = {  # what a number may be, ends incl
     "protofed.margin": (0, 2),
     "protofed.local_steps": (0, 10**6),
     "protofed.base_steps": (0, 10**6),
+    "protofed.prompt_history": (0, 100_000),
     "protofed.base_history": (0, 100_000),
     "protofed.base_windows": (1, 10**6),
     "protofed.long_rate": (0, 100),

@@ -12,7 +12,7 @@ from protofed.backbone.losses import LOSSES, window_losses
 from protofed.backbone.sasrec import SASRec
 from protofed.client.alignment import DIVERGENCES, alignment_loss, wasserstein_alignment
 from protofed.client.codec import Codec
-from protofed.client.own_rows import OwnRows, own_embed
+from protofed.client.own_rows import OwnRows, no_rows, own_embed
 from protofed.client.prompts import PromptState, compose, mixture
 from protofed.client.router import route
 from protofed.client.steps import (
@@ -89,6 +89,14 @@ class Lesson:
 
 
 @dataclass(frozen=True, slots=True)
+class Brief:
+    """The same events with little context: what prompts learn from where a whole history would leave them nothing."""
+
+    windows: Windows  # users numbered as in the lesson
+    negatives: Int[Tensor, "B n"]
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """What a local step tells about each client; it stays on the device."""
 
@@ -157,12 +165,19 @@ def client_update(
     lesson: Lesson,
     negatives: Int[Tensor, "W n"],
     rule: LocalRule,
+    brief: Brief | None = None,
 ) -> tuple[ClientState, StepReport]:
     """One local step of every client of the stack, up to the upload. Algorithm 1, alg:client.
 
     A step is one pass over all positions of the client's slice. A client whose gradient is not finite stays as it was.
+    With `brief`, prompts follow the loss beside a short context and without own rows, own rows that of the lesson.
     """
     loss, (by_long, by_short, by_rows) = _gradients(shared, state, lesson, negatives, rule)
+    if brief is not None:
+        alone = replace(state, rows=no_rows(state.prompts.long.shape[-1], device=loss.device))
+        told = replace(lesson, windows=brief.windows)
+        brief_loss, (by_long, by_short, _) = _gradients(shared, alone, told, brief.negatives, rule)
+        loss = torch.where(brief_loss.isfinite(), loss, brief_loss)
     _, able = _short_step(state, by_short, rule, loss.isfinite())
     state, moved = _long_step(shared, state, by_long, lesson, rule, able)
     state, _ = _short_step(state, by_short, rule, moved)  # all of a client's steps or none

@@ -47,6 +47,23 @@ def client_data(
     return ClientData(active, windows, torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]))
 
 
+def brief_data(
+    data: ClientData,
+    past: Histories,
+    positions: np.ndarray,
+    *,
+    length: int,
+    rng: np.random.Generator,
+    newest: int | None = None,
+) -> ClientData | None:
+    """The same clients' events, each beside at most `length` tokens; None for length 0."""
+    if not length:
+        return None
+    brief = client_data(past, positions, length=length, stride=max(1, length - 1), rng=rng, newest=newest)
+    assert torch.equal(brief.users, data.users)
+    return brief
+
+
 def chunks(data: ClientData, size: int, device: torch.device) -> Iterator[tuple[slice, Windows]]:
     """Up to `size` clients at a time: which ones (places in `data.users`), and their windows, users numbered from 0."""
     for first in range(0, len(data), size):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from protofed.backbone.injection import rescale_like
@@ -28,15 +28,16 @@ from protofed.client.codec import (
 from protofed.client.drift import fit_gate, fit_kappa, literal_gate, observe
 from protofed.client.own_rows import OwnRows, met_boost, no_rows, own_embed, subset, with_met_items, written_back
 from protofed.client.prompts import PromptState
-from protofed.client.update import Broadcast, Lesson, LocalRule, client_update, cooled
+from protofed.client.update import Brief, Broadcast, Lesson, LocalRule, client_update, cooled
 from protofed.config import RunConfig
 from protofed.federation.acceptance import VARIANTS, remembered, variant_losses
-from protofed.federation.lessons import ClientData, chunks, client_data, negatives_of
+from protofed.federation.lessons import ClientData, brief_data, chunks, client_data, negatives_of
 from protofed.federation.simulator import (
     Encoders,
     broadcast,
     client_stack,
     fresh_moments,
+    in_brief,
     keep_stack,
     on,
     query_means,
@@ -52,7 +53,7 @@ from protofed.server.library import PrototypeLibrary, check_cohort, default_prot
 from protofed.server.seeding import spherical_kmeans
 from protofed.server.separation import enforce_separation
 from protofed.slices.stream import TimeSlice
-from protofed.slices.windows import moved, take, trimmed
+from protofed.slices.windows import Windows, moved, take, trimmed
 
 PERIODS = 8  # the base block is as long as eight slices
 LINEAR_BELOW = 2_000  # base users
@@ -101,6 +102,20 @@ def base_data(config: RunConfig, base: TimeSlice) -> ClientData:
     )
 
 
+def base_brief(config: RunConfig, base: TimeSlice, data: ClientData) -> ClientData | None:
+    """About as many newest events of every base user as `base_data` has, with the context that prompts learn beside."""
+    settings, stride = config.protofed, config.training.stride
+    length = settings.prompt_history
+    return brief_data(
+        data,
+        base.past,
+        base.train_positions,
+        length=length,
+        rng=numpy_stream(config.seed, "brief base windows"),
+        newest=-(-settings.base_windows * stride // max(1, length - 1)),
+    )
+
+
 def base_devices(
     config: RunConfig, base: TimeSlice, backbone: SASRec, data: ClientData, rule: LocalRule, progress: Progress
 ) -> tuple[ClientTable, OwnRows, float]:
@@ -130,13 +145,21 @@ def base_devices(
     rows, place = subset(own, data.users.to(own.clients.device))
     moments = fresh_moments(table, data, rows)
     shared = nobody_yet(backbone, *shape, settings.embedding)
+    brief = base_brief(config, base, data)
+    briefs = in_brief(brief, -(-len(data) // settings.chunk), settings.chunk)
     for step in range(settings.base_steps):
-        for where, windows in chunks(data, settings.chunk, device):
+
+        def draw(windows: Windows, step: int = step) -> Int[Tensor, "W n"]:
+            return negatives_of(windows, config.training.negatives, base.n_train_items, seed=config.seed, step=step)
+
+        for (where, windows), short in zip(chunks(data, settings.chunk, device), briefs, strict=True):
             n = where.stop - where.start
             lesson = Lesson(windows, shared.v.expand(n, -1), *torch.zeros(2, n, device=device))
-            drawn = negatives_of(windows, config.training.negatives, base.n_train_items, seed=config.seed, step=step)
             state = client_stack(table, data, rows, moments, where, device)
-            state, _ = client_update(shared, state, lesson, drawn, cooled(alone, step, settings.base_steps))
+            told = None if short is None else Brief(moved(short, device), draw(short).to(device))
+            state, _ = client_update(
+                shared, state, lesson, draw(windows), cooled(alone, step, settings.base_steps), told
+            )
             keep_stack(table, data, rows, moments, where, state)
         progress("base devices", step + 1, settings.base_steps, "")
     learned = written_back(own, place, rows)
@@ -247,7 +270,7 @@ def first_library(config: RunConfig, n_clients: int, z: Float[Tensor, "n d_z"]) 
     if settings.mode == "reference":
         check_cohort(k, rate, n_clients)
     rng = stream(config.seed, "prototypes")
-    v = spherical_kmeans(z, k, rng)
+    v = spherical_kmeans(z, k, rng, starts=settings.seedings)
     v = enforce_separation(v, settings.margin, rng) if settings.margin else v
     return new_library(v, max(rate * n_clients / k, 1.0))
 

@@ -15,7 +15,7 @@ from protofed.client.own_rows import OwnRows, own_embed, subset, written_back
 from protofed.client.prompts import PromptState, carry_over, first_contact
 from protofed.client.router import route
 from protofed.client.steps import AdamWState, adamw_start
-from protofed.client.update import Broadcast, ClientState, Lesson, LocalRule, StepReport, client_update, cooled
+from protofed.client.update import Brief, Broadcast, ClientState, Lesson, LocalRule, StepReport, client_update, cooled
 from protofed.federation.lessons import ClientData, chunks, negatives_of
 from protofed.federation.table import ClientTable, drift_of, keep_drift, keep_prompts, prompts_of
 from protofed.privacy.draws import bernoulli, normal
@@ -107,10 +107,15 @@ def simulate_slice(
     rule: LocalRule,
     server: ServerRule,
     schedule: Schedule,
+    brief: ClientData | None = None,
 ) -> tuple[PrototypeLibrary, OwnRows, dict[str, int | float]]:
-    """All local steps and rounds of one slice; the table is written in place, library and own rows come back new."""
+    """All local steps and rounds of one slice; the table is written in place, library and own rows come back new.
+
+    Prompts learn from `brief` where it is given: the same clients' events with little context.
+    """
     device = backbone.items.device
     stacks = list(chunks(data, schedule.chunk, torch.device("cpu")))
+    briefs = in_brief(brief, len(stacks), schedule.chunk)
     active_rows, place = subset(own, data.users.to(own.clients.device))
     lessons = [
         meet(backbone, encoders, library, table, active_rows, data, sessions, where, windows, schedule, rule)
@@ -122,14 +127,19 @@ def simulate_slice(
     for what, number in timetable(schedule.local_steps, schedule.rounds):
         shared = broadcast(backbone, encoders.codec, library.v)
         if what == "step":
-            for (where, _), lesson in zip(stacks, lessons, strict=True):
+            key = schedule.slice_index * 100_000 + number
+
+            def draw(windows: Windows, step: int = key) -> Int[Tensor, "W n"]:
+                return negatives_of(windows, schedule.negatives, schedule.n_items, seed=schedule.seed, step=step)
+
+            for (where, _), lesson, short in zip(stacks, lessons, briefs, strict=True):
                 state = client_stack(table, data, active_rows, moments, where, device)
-                key = schedule.slice_index * 100_000 + number
-                drawn = negatives_of(lesson.windows, schedule.negatives, schedule.n_items, seed=schedule.seed, step=key)
                 on_device = replace(lesson, windows=moved(lesson.windows, device))
+                told = None if short is None else Brief(moved(short, device), draw(short).to(device))
                 state, report = client_update(
-                    shared, state, on_device, drawn.to(device), cooled(rule, number, schedule.local_steps)
-                )
+                    shared, state, on_device, draw(lesson.windows).to(device),
+                    cooled(rule, number, schedule.local_steps), told,
+                )  # fmt: skip
                 keep_stack(table, data, active_rows, moments, where, state)
                 if number == schedule.local_steps - 1:
                     steps.append(report)
@@ -138,6 +148,13 @@ def simulate_slice(
             library, report_ = upload_round(shared, library, table, rule, server, schedule, round_)
             rounds.append(report_)
     return library, written_back(own, place, active_rows), summary(data, steps, rounds)
+
+
+def in_brief(brief: ClientData | None, stacks: int, chunk: int) -> list[Windows | None]:
+    """The brief windows of each stack of clients; None where there are none."""
+    if brief is None:
+        return [None] * stacks
+    return [windows for _, windows in chunks(brief, chunk, torch.device("cpu"))]
 
 
 def timetable(steps: int, rounds: int) -> Iterator[tuple[str, int]]:

@@ -24,7 +24,7 @@ from protofed.config import RunConfig, ablated
 from protofed.errors import ConfigError
 from protofed.evaluation.efficiency import broadcast_bytes, module_bytes, tensor_bytes
 from protofed.federation.acceptance import VARIANTS, accepted, remembered, variant_losses
-from protofed.federation.lessons import client_data, session_starts
+from protofed.federation.lessons import brief_data, client_data, session_starts
 from protofed.federation.newcomers import Newcomers, met_newcomers, nobody_new, rehearsed, worth_telling
 from protofed.federation.plan import Plan, newcomer_releases, plan, releases
 from protofed.federation.preparation import everybody_uses, prepare
@@ -191,13 +191,20 @@ class ProtoFedSP:
             stride=config.training.stride,
             rng=numpy_stream(config.seed, "client windows", slice_.index),
         )
+        brief = brief_data(
+            data,
+            slice_.past,
+            slice_.train_positions,
+            length=config.protofed.prompt_history,
+            rng=numpy_stream(config.seed, "brief client windows", slice_.index),
+        )
         if rule.use_rows:
             boost = state.met_boost * tastes(state.backbone, own, data, config.protofed.chunk)
             own = with_met_items(own, taught, slice_.past, slice_.bounds[-1].train_end, data.users, boost)
         gap = 3600 * config.protofed.session_gap_hours
         sessions = session_starts(slice_.past, slice_.train_positions, gap)
         library, own, told = simulate_slice(
-            state.backbone, encoders_of(state), state.library, table, own, data, sessions, rule, server, schedule
+            state.backbone, encoders_of(state), state.library, table, own, data, sessions, rule, server, schedule, brief
         )
         reseeded = 0
         if schedule.rounds and config.protofed.mode != "literal":

@@ -9,15 +9,26 @@ from protofed.errors import ConfigError
 
 
 def spherical_kmeans(
-    z: Float[Tensor, "n d_z"], k: int, rng: Generator, *, iterations: int = 25
+    z: Float[Tensor, "n d_z"], k: int, rng: Generator, *, iterations: int = 25, starts: int = 1
 ) -> Float[Tensor, "K d_z"]:
     """k unit vectors at the centres of unit vectors, by k-means++ seeds and Lloyd's iterations on cosines.
 
-    Prototypes of a frozen base, so no ε is spent. With fewer distinct points than k the rest are random directions.
+    Of several starts the one whose centres are nearest to the points. Prototypes of a frozen base, so no ε is spent.
+    With fewer distinct points than k the rest are random directions.
     """
     if k < 1:
         raise ConfigError(f"a library needs at least one prototype, got {k}")
     points = z[z.isfinite().all(-1) & (z.norm(dim=-1) > 0)]
+    found = [_centres(points, k, rng, iterations) for _ in range(starts)]
+    return max(found, key=lambda centres: _closeness(points, centres))
+
+
+def _closeness(points: Float[Tensor, "n d_z"], centres: Float[Tensor, "K d_z"]) -> float:
+    """The sum over points of the cosine with their nearest centre."""
+    return float((points @ centres.T).amax(-1).double().sum()) if len(points) else 0.0
+
+
+def _centres(points: Float[Tensor, "n d_z"], k: int, rng: Generator, iterations: int) -> Float[Tensor, "K d_z"]:
     centres = _seeds(points, k, rng)
     for _ in range(iterations if len(points) else 0):
         nearest = (points @ centres.T).argmax(-1)

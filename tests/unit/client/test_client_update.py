@@ -16,7 +16,16 @@ from protofed.client.codec import random_linear_codec, unit
 from protofed.client.own_rows import no_rows, subset, with_met_items
 from protofed.client.prompts import PromptState
 from protofed.client.steps import AdamWState
-from protofed.client.update import Broadcast, ClientState, Lesson, LocalRule, client_losses, client_update, fresh_state
+from protofed.client.update import (
+    Brief,
+    Broadcast,
+    ClientState,
+    Lesson,
+    LocalRule,
+    client_losses,
+    client_update,
+    fresh_state,
+)
 from protofed.slices.histories import Histories, histories
 from protofed.slices.windows import NO_TARGET, Windows, take, training_windows, trimmed
 
@@ -426,11 +435,49 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations(n: int, rule: LocalRule) -> int:
-    state, (lesson, negatives) = a_start(n), a_lesson(n)
+def a_brief(n: int) -> Brief:
+    """The same clients' events beside at most two tokens."""
+    past = a_log(n)
+    windows = training_windows(past, np.arange(len(past)), length=2, stride=1, rng=np.random.default_rng(17))
+    windows = trimmed(take(windows, windows.users.argsort(stable=True)))
+    return Brief(windows, torch.randint(N_ITEMS, (len(windows), 5), generator=Generator().manual_seed(18)))
+
+
+def test_with_a_brief_prompts_learn_from_it_without_rows_and_rows_from_the_lesson():
+    state, (lesson, negatives), brief = a_start(6), a_lesson(6), a_brief(6)
+    both, _ = client_update(a_broadcast(), state, lesson, negatives, LocalRule(), brief)
+    whole, _ = client_update(a_broadcast(), state, lesson, negatives, LocalRule())
+    bare = fresh_state(state.prompts, no_rows(WIDTH))
+    short, _ = client_update(a_broadcast(), bare, replace(lesson, windows=brief.windows), brief.negatives, LocalRule())
+    assert torch.equal(both.rows.rows, whole.rows.rows)
+    assert torch.equal(both.prompts.long, short.prompts.long)
+    assert torch.equal(both.prompts.short, short.prompts.short)
+    assert not torch.allclose(both.prompts.long, whole.prompts.long, atol=1e-3)
+
+
+def test_a_client_whose_brief_is_broken_stays_as_a_whole_and_changes_nobody_else():
+    state, (lesson, negatives), brief = a_start(6), a_lesson(6), a_brief(6)
+    broken = replace(state.prompts, long=state.prompts.long.index_fill(0, torch.tensor([2]), torch.nan))
+    after, report = client_update(a_broadcast(), replace(state, prompts=broken), lesson, negatives, LocalRule(), brief)
+    fine, _ = client_update(a_broadcast(), state, lesson, negatives, LocalRule(), brief)
+    assert report.moved.tolist() == [True, True, False, True, True, True]
+    others = torch.tensor([0, 1, 3, 4, 5])
+    torch.testing.assert_close(after.prompts.long[others], fine.prompts.long[others])
+    own = state.rows.clients == 2
+    assert torch.equal(after.rows.rows[own], state.rows.rows[own])
+
+
+def operations(n: int, rule: LocalRule, brief: bool = False) -> int:
+    state, (lesson, negatives), short = a_start(n), a_lesson(n), a_brief(n) if brief else None
     with Counting() as count:
-        client_update(a_broadcast(), state, lesson, negatives, rule)
+        client_update(a_broadcast(), state, lesson, negatives, rule, short)
     return count.calls
+
+
+def test_eight_clients_with_a_brief_take_as_many_tensor_operations_as_sixty_four():
+    assert (
+        operations(8, LocalRule(), brief=True) == operations(64, LocalRule(), brief=True) > operations(8, LocalRule())
+    )
 
 
 @pytest.mark.parametrize("name", ["reference", "printed", "bpr", "wasserstein", "proximal", "whole tokens"])

@@ -20,7 +20,7 @@ from protofed.client.router import route
 from protofed.client.steps import AdamWState
 from protofed.client.update import ClientState, Lesson, LocalRule, client_update, fresh_state
 from protofed.federation import simulator
-from protofed.federation.lessons import ClientData, chunks, client_data, negatives_of, session_starts
+from protofed.federation.lessons import ClientData, brief_data, chunks, client_data, negatives_of, session_starts
 from protofed.federation.simulator import (
     Encoders,
     Schedule,
@@ -137,13 +137,22 @@ def simulated(
     data: ClientData | None = None,
     server: ServerRule = SERVER,
     rule: LocalRule = RULE,
+    brief: ClientData | None = None,
 ) -> tuple[ClientTable, PrototypeLibrary, OwnRows, dict[str, float]]:
     table = a_table(town) if table is None else table
     own, data = town.own if own is None else own, town.data if data is None else data
     library, own, told = simulate_slice(
-        town.backbone, town.encoders, town.library, table, own, data, town.sessions, rule, server, schedule
+        town.backbone, town.encoders, town.library, table, own, data, town.sessions, rule, server, schedule, brief
     )
     return table, library, own, told
+
+
+def brief_of(town: Town) -> ClientData:
+    """The town's active clients and their events, each beside at most two tokens."""
+    positions = np.arange(town.cut, len(town.past))
+    brief = brief_data(town.data, town.past, positions, length=2, rng=np.random.default_rng(9))
+    assert brief is not None
+    return brief
 
 
 def active_and_away(town: Town) -> tuple[list[int], list[int]]:
@@ -379,12 +388,22 @@ def check_against_slow_slice(schedule: Schedule, rule: LocalRule) -> None:
         torch.testing.assert_close(mine.rows, rows.rows, atol=5e-5, rtol=0)
 
 
+def test_prompts_that_learn_in_brief_get_the_same_rows_and_other_prompts():
+    town = a_town()
+    plain, _, rows, _ = simulated(town, replace(SCHEDULE, local_steps=1, rounds=0))
+    brief, _, rows_too, _ = simulated(town, replace(SCHEDULE, local_steps=1, rounds=0), brief=brief_of(town))
+    assert torch.equal(rows.rows, rows_too.rows)
+    active = town.data.users
+    assert (plain.long[active] - brief.long[active]).abs().amax((1, 2)).min() > 1e-4
+
+
+@pytest.mark.parametrize("in_brief", [False, True])
 @pytest.mark.parametrize("size", [1, 7])
-def test_results_do_not_depend_on_the_size_of_a_chunk(size):
+def test_results_do_not_depend_on_the_size_of_a_chunk(size, in_brief):
     town = a_town(14)
-    everybody = list(range(town.n_users))
-    table, library, own, told = simulated(town)
-    in_parts, library_too, own_too, told_too = simulated(town, replace(SCHEDULE, chunk=size))
+    everybody, brief = list(range(town.n_users)), brief_of(town) if in_brief else None
+    table, library, own, told = simulated(town, brief=brief)
+    in_parts, library_too, own_too, told_too = simulated(town, replace(SCHEDULE, chunk=size), brief=brief)
     assert len(list(chunks(town.data, size, CPU))) > 1
     check_tables(table, in_parts, everybody, atol=1e-5)
     check_libraries(library, library_too, atol=1e-5)

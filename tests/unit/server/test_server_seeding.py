@@ -70,6 +70,18 @@ def test_planted_clusters_are_recovered_and_as_tight_as_scikit_learn_finds_them(
     assert float(ours) == pytest.approx(float(theirs), rel=1e-5)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_of_several_starts_the_tightest_is_taken(seed):
+    points = unit(torch.randn(60, 5, generator=rng(seed)))
+
+    def tightness(v: torch.Tensor) -> float:
+        return float((points @ v.T).amax(1).double().sum())
+
+    one_stream = rng(seed)
+    each = [tightness(spherical_kmeans(points, 8, one_stream)) for _ in range(6)]
+    assert tightness(spherical_kmeans(points, 8, rng(seed), starts=6)) == max(each) > min(each)
+
+
 def test_every_prototype_is_a_unit_vector():
     points, _, _ = planted(3, 30)
     v = spherical_kmeans(points, 12, rng())
