@@ -36,7 +36,7 @@ CPU, LENGTH = torch.device("cpu"), 50
 
 
 def clusters(state: ProtoFedState, made: DriftingWorld, now: int) -> tuple[float, float]:
-    """Adjusted Rand index of the prototypes nearest to long prompts against true clusters: of all, of who never moves."""
+    """Adjusted Rand index of long prompts' nearest prototypes against true clusters: of all, of who never moves."""
     users = state.table.met.nonzero()[:, 0]
     found = nearest(state.codec.encode(state.table.long[users]), state.library.v)
     truth = cluster_at(made.truth, users, torch.full_like(users, now))

@@ -366,6 +366,14 @@ def parsed(text: str) -> dict[str, object]:
         raise ConfigError(f"the config is not valid TOML: {problem}") from problem
 
 
+def as_today(text: str) -> str:
+    """A config as it would be written today, settings that came later at their defaults; other texts as they are."""
+    try:
+        return to_toml(from_toml(text))
+    except ConfigError:
+        return text
+
+
 def to_toml(config: RunConfig) -> str:
     """The whole config, every field written out."""
     values = dataclasses.asdict(config)

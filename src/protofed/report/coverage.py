@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from protofed.config import from_toml, from_values, to_toml
+from protofed.config import as_today, from_values, to_toml
 from protofed.errors import ConfigError, ProtoFedError
 from protofed.experiments.grid import Cell
 from protofed.report.layout import Cell as Shown
@@ -84,22 +84,13 @@ def together(grids: Iterable[Sequence[Cell]]) -> tuple[Cell, ...]:
 
 
 def _standing(grid: Sequence[Cell], done: Iterable[str], started: Iterable[str]) -> Coverage:
-    finished = {text for text in map(_normal, done) if text}
-    begun = {text for text in map(_normal, started) if text}
+    finished, begun = set(map(as_today, done)), set(map(as_today, started))
     states: list[tuple[Cell, State]] = []
     for cell in grid:
         text = to_toml(cell.config)
         missing: State = "unfinished" if text in begun else "missing"
         states.append((cell, "untuned" if not cell.tuned else "done" if text in finished else missing))
     return Coverage(tuple(states))
-
-
-def _normal(text: str) -> str:
-    """A config as it would be written today (settings that came later at their defaults); empty if it is none."""
-    try:
-        return to_toml(from_toml(text))
-    except ConfigError:
-        return ""
 
 
 def _same_words(config: Mapping[str, Any]) -> str | None:

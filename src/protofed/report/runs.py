@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from jaxtyping import Float, Int64
 
+from protofed.config import as_today
 from protofed.errors import DataError, ProtoFedError, RunFolderError
 from protofed.evaluation.exposure import EVENTS, PLACES
 from protofed.privacy.ledger import Ledger, Release, Trust, read_ledger
@@ -145,7 +146,7 @@ def _name(folder: Path, root: Path) -> str:
 
 def _read_unfinished(folder: Path, name: str) -> Unfinished:
     try:
-        return Unfinished(name, tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")))
+        return Unfinished(name, tomllib.loads(as_today((folder / "config.toml").read_text(encoding="utf-8"))))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError):
         return Unfinished(name, {})
 
@@ -165,7 +166,7 @@ def _config(path: Path, text: str) -> dict[str, Any]:
     for key, kind in (("dataset", str), ("method", str), ("seed", int)):
         if not isinstance(config.get(key), kind):
             raise RunFolderError(f"{path} must give {key} as {kind.__name__}, found {config.get(key)!r}; is it a run?")
-    return config
+    return tomllib.loads(as_today(text))
 
 
 def _seconds(path: Path) -> dict[str, float]:

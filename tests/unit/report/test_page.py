@@ -138,7 +138,7 @@ def test_the_summary_holds_the_numbers_of_the_table(runs: Path) -> None:
     (section,) = numbers["sections"]
     frozen, sp = section["rows"]
     assert (frozen["label"], frozen["trivial"], frozen["seeds"]) == ("frozen", True, [0, 1])
-    assert (sp["label"], sp["trivial"]) == ("protofed-sp", False)
+    assert (sp["label"], sp["trivial"]) == ("protofed-sp (reference)", False)
     assert frozen["ndcg@10/sampled/all"]["mean"] == pytest.approx(0.65)
     assert frozen["AF"] == {"mean": 0.075, "std": 0.0, "ci95": [None, None]}
     assert numbers["unfinished"] == ["waiting"]

@@ -24,12 +24,28 @@ def test_seeds_of_the_same_settings_share_a_row(tmp_path: Path) -> None:
 
 
 def test_rows_of_one_method_are_told_apart_by_the_settings_that_differ(tmp_path: Path) -> None:
-    write_run(tmp_path / "a", flat, method="ewc", settings="strength = 1.0")
-    write_run(tmp_path / "b", flat, method="ewc", settings="strength = 2.0")
-    write_run(tmp_path / "c", flat, method="ewc", settings='variant = "peft"\nstrength = 1.0')
+    write_run(tmp_path / "a", flat, method="ewc", settings="[hyper]\nstrength = 1.0")
+    write_run(tmp_path / "b", flat, method="ewc", settings="[hyper]\nstrength = 2.0")
+    write_run(tmp_path / "c", flat, method="ewc", settings='variant = "peft"\n[hyper]\nstrength = 1.0')
     write_run(tmp_path / "d", flat, method="frozen")
     (section,) = sections(tmp_path)
-    assert [row.label for row in section.rows] == ["ewc (peft)", "ewc, strength=1.0", "ewc, strength=2.0", "frozen"]
+    assert [row.label for row in section.rows] == [
+        "ewc (peft)",
+        "ewc, hyper.strength=1.0",
+        "ewc, hyper.strength=2.0",
+        "frozen",
+    ]
+
+
+def test_a_setting_that_a_run_is_too_old_to_know_counts_as_its_default(tmp_path: Path) -> None:
+    write_run(tmp_path / "old", flat, seed=0)
+    write_run(tmp_path / "new", flat, seed=1, settings="[protofed]\nseedings = 1")
+    write_run(tmp_path / "other", flat, seed=1, settings="[protofed]\nseedings = 2")
+    (section,) = sections(tmp_path)
+    assert [(row.label, row.seeds) for row in section.rows] == [
+        ("frozen, protofed.seedings=1", (0, 1)),
+        ("frozen, protofed.seedings=2", (1,)),
+    ]
 
 
 def test_protofed_sp_is_named_by_its_mode_and_by_what_was_left_out(tmp_path: Path) -> None:
@@ -52,7 +68,7 @@ def test_another_stream_or_another_cohort_is_another_section(tmp_path: Path) -> 
     write_run(tmp_path / "few", flat, settings="clients = 100")
     write_run(tmp_path / "elsewhere", flat, dataset="other")
     titles = [section.title for section in sections(tmp_path)]
-    assert titles == ["other", "toy, clients=100", "toy, clients=None"]
+    assert titles == ["other", "toy, clients=0", "toy, clients=100"]
 
 
 def test_a_copy_of_a_run_is_left_out_and_named(tmp_path: Path) -> None:
