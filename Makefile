@@ -1,5 +1,6 @@
 # make run    set everything up, run the main job on the embedded world, write report.html
 # make test   set everything up, check style and types, run all tests
+# make report rebuild docs/report.html from the committed runs
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= cpu
@@ -7,7 +8,7 @@ WORKERS ?= 2
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test check unit clean
+.PHONY: run test check unit report clean
 
 run: $(READY)
 	$(BIN)/python -m protofed.cli.main demo --out runs/demo --report report.html
@@ -22,6 +23,9 @@ check: $(READY)
 
 unit: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow" tests/unit tests/properties
+
+report: $(READY)
+	$(BIN)/python -m protofed.cli.main report results/pack -o docs/report.html --grid experiments/overall.toml --tuned results/tune/gowalla_1k
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

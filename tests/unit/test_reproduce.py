@@ -42,6 +42,7 @@ def forgetting(a: np.ndarray) -> float:
 
 
 def shown(values: list[float]) -> str:
+    values = [value for value in values if not np.isnan(value)]
     if not values:
         return "–"
     text = f"{np.mean(values):.3f}".replace("-0.000", "0.000").replace("-", "\N{MINUS SIGN}")

@@ -1,7 +1,9 @@
 """`protofed report`: finished runs as one HTML page, or as Markdown, LaTeX or CSV; or what a grid still lacks."""
 
 import json
+import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -37,6 +39,7 @@ def report(
     ] = None,
 ) -> None:
     """Write tables and figures of finished runs into one file that needs no network."""
+    logging.getLogger("protofed.evaluation.forgetting").addFilter(partial(once, said=set()))
     if check:
         if out is not None or kind is not None or grid:
             raise ConfigError("--check writes no file; leave --out, --format and --grid out")
@@ -57,6 +60,13 @@ def report(
         if numbers["warnings"]:
             counted.append(_count(len(numbers["warnings"]), "warning"))
         typer.echo(f"{out}: {', '.join(counted)}")
+
+
+def once(record: logging.LogRecord, said: set[str]) -> bool:
+    """Whether a message is new: many figures stumble over the same slices."""
+    before = len(said)
+    said.add(record.getMessage())
+    return len(said) > before
 
 
 def chosen_format(out: Path | None, kind: str | None) -> str:
