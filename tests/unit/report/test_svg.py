@@ -1,0 +1,40 @@
+"""Figures as SVG: smaller, the same picture, and no byte that depends on a last digit."""
+
+import re
+
+import pytest
+
+from protofed.report.svg import _slim, figure, to_inline_svg
+
+DRAWN = """<svg>
+ <g id="figure_1"><defs><path id="m1a" d="M 1.23456 2
+L 3 4.5"/></defs><g id="line_1"/><g id="axes"><g id="empty"></g></g>
+  <use xlink:href="#m1a" x="7.999999"/> <clipPath id="p9f"><rect/></clipPath><path clip-path="url(#p9f)"/></g>
+ <text transform="rotate(-0 1.5 2.5)">a  b</text>
+</svg>"""
+
+
+def test_a_slim_figure_keeps_what_is_referred_to_and_nothing_empty():
+    assert _slim(DRAWN) == (
+        '<svg><g><defs><path id="i0" d="M 1.23 2 L 3 4.5"/></defs><use xlink:href="#i0" x="7.99"/>'
+        '<clipPath id="i1"><rect/></clipPath><path clip-path="url(#i1)"/></g><text>a b</text></svg>'
+    )
+
+
+def test_a_slim_figure_cannot_be_made_slimmer():
+    assert _slim(_slim(DRAWN)) == _slim(DRAWN)
+
+
+@pytest.mark.parametrize("last_digit", [0.0, 1e-12])
+def test_a_last_digit_changes_no_byte_and_every_reference_has_its_target(last_digit):
+    pytest.importorskip("matplotlib")
+    pages = []
+    for nudge in (0.0, last_digit):
+        with figure(200.0, 120.0) as (drawn, axes):
+            axes.errorbar([0.1, 0.7 + nudge], [0.3, 1 / 3 + nudge], yerr=[0.1, 0.2], marker="o")
+            axes.grid(True)
+            pages.append(to_inline_svg(drawn, "plot", "two points"))
+    assert pages[0] == pages[1]
+    targets, used = (set(re.findall(p, pages[0])) for p in (r'id="([^"]+)"', r'(?:url\(|href=")#([^")]+)'))
+    assert used == targets
+    assert len(used) > 1
