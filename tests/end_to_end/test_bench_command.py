@@ -271,4 +271,8 @@ def test_a_tuned_bench_runs_with_what_tune_found_and_says_so_in_its_commands(pla
     commands = pq.read_table(place / "tuned" / "runs.parquet")["command"].to_pylist()
     assert ["hyper.strength=0.25" in shlex.split(command) for command in commands] == [True, False]
     checked = protofed("report", "tuned", "--check", "good.toml", "--tuned", "tune", cwd=place)
-    assert "has no finetune-last/best.toml" in checked.stderr  # the file also asks for what was not tuned
+    assert checked.returncode == 1
+    assert "untuned    tiny/finetune-last/default/seed-0" in checked.stdout  # the file also asks for what was not tuned
+    assert "has no finetune-last/best.toml" in refused(
+        *arguments("other", "--tuned", "tune", file="good.toml"), cwd=place
+    )
