@@ -27,9 +27,14 @@ def main() -> None:
     parser.add_argument("others", nargs="*", help="rows to compare with; all without it")
     asked = parser.parse_args()
     with readable(asked.runs) as folder:
-        (section,) = (s for s in group(find_runs(folder)[0]) if s.dataset == asked.dataset)
+        sections = {section.title: section for section in group(find_runs(folder)[0])}
+        if asked.dataset not in sections:
+            parser.error(f"no data set {asked.dataset!r}; there are: {'; '.join(sections)}")
+        section = sections[asked.dataset]
         rows = {row.label: row.runs for row in section.rows}
         others = asked.others or [label for label in rows if label != asked.row]
+        if unknown := [label for label in (asked.row, *others) if label not in rows]:
+            parser.error(f"no row {unknown[0]!r} on {asked.dataset}; there are: {'; '.join(rows)}")
         print(f"| {asked.row} minus | " + " | ".join(f"{c}, {s}" for c, s in COLUMNS) + " |\n|---|---|---|---|---|")
         tables = {
             column: per_user({name: rows[name] for name in (asked.row, *others)}, *column)[0] for column in COLUMNS
