@@ -34,6 +34,7 @@ from protofed.experiments.tuning import (
     drawn_trials,
     fingerprint,
     note_of,
+    pseudo_config,
     run_trial,
     trial_folder,
     tuning,
@@ -347,6 +348,15 @@ def test_trials_carry_the_noise_of_the_real_stream_and_the_best_config_its_budge
     assert tuning(wrapped, worlds.tiny_log(), n_slices=2).privacy == replace(search.privacy, wrap=True)
     nodp = override(config, {"protofed.mode": "nodp"})
     assert tuning(nodp, worlds.tiny_log(), n_slices=2).privacy == nodp.privacy
+
+
+def test_a_searched_clipping_radius_is_the_trials_own_beside_the_noise_of_all():
+    search = searched("fedavg", n_trials=8, privacy__wrap=True, privacy__target_epsilon=3.4)
+    tried = [override(search.config, trial.settings) for trial in search.trials]
+    ran = [pseudo_config(search, config).privacy for config in tried]
+    assert len({privacy.clip_radius for privacy in ran}) > 2
+    assert [p.clip_radius for p in ran] == [config.privacy.clip_radius for config in tried]
+    assert {(p.noise_multiplier, p.target_epsilon) for p in ran} == {(search.privacy.noise_multiplier, 0.0)}
 
 
 def test_the_peft_variant_searches_the_rate_of_its_prompt():

@@ -42,6 +42,16 @@ def draw_negatives(n_windows: int, n: int, n_items: int, rng: Generator) -> Int[
     return uniform_items(Streamed(rng), n_windows, n, n_items)
 
 
+def hidden_at(hidden: Float[Tensor, "W L d"], sources: Int[Tensor, "W P"]) -> Float[Tensor, "W P d"]:
+    """The hidden states at these places of each window.
+
+    A product with zeros and ones: exact, and its gradient is one too, where that of `gather` has to be sorted first on
+    a GPU to come out the same twice.
+    """
+    places = torch.arange(hidden.shape[1], device=hidden.device)
+    return (sources[..., None] == places).to(hidden.dtype) @ hidden
+
+
 def window_losses(
     model: SASRec,
     windows: Windows,
@@ -51,11 +61,17 @@ def window_losses(
     embed: Embed | None = None,
 ) -> tuple[Float[Tensor, " W"], Int[Tensor, " W"]]:
     """Per window the summed loss of its targets and how many there are; a negative that is the target is void."""
-    embed = embed or model.embed
-    hidden = model.hidden(windows.tokens, prompt, embed)  # (W, L, d)
-    at_source = hidden.gather(1, windows.sources[..., None].expand(-1, -1, hidden.shape[-1]))  # (W, P, d)
-    positive = (at_source * embed(windows.targets)).sum(-1)
-    against = at_source @ embed(negatives).transpose(1, 2)  # (W, P, n)
+    look_up, asked = embed or model.embed, (windows.tokens, windows.targets, negatives)
+    rows = look_up(torch.cat(asked, dim=1))  # at once: the gradient of a look-up is the dear part
+    read, wanted, others = rows.split([items.shape[1] for items in asked], dim=1)
+
+    def looked_up(items: Tensor) -> Tensor:  # a backbone may read other tokens than it is given
+        return read if items is windows.tokens else look_up(items)
+
+    hidden = model.hidden(windows.tokens, prompt, looked_up)  # (W, L, d)
+    at_source = hidden_at(hidden, windows.sources)  # (W, P, d)
+    positive = (at_source * wanted).sum(-1)
+    against = at_source @ others.transpose(1, 2)  # (W, P, n)
     against = against.masked_fill(negatives[:, None, :] == windows.targets[..., None], -torch.inf)
     real = windows.targets != NO_TARGET
     return (element_loss(positive, against) * real).sum(-1), real.sum(-1)

@@ -84,7 +84,7 @@ class Tuning:
     pseudo_log: InteractionLog
     fingerprint: str  # of the pseudo-log
     n_slices: int
-    privacy: PrivacyConfig  # of every trial
+    privacy: PrivacyConfig  # whose noise every trial has
     trials: tuple[Trial, ...]
 
 
@@ -205,7 +205,9 @@ def objective(run: RunFolder) -> float:
 def pseudo_config(search: Tuning, config: RunConfig) -> RunConfig:
     """The config as a trial runs it: fewer slices, each with the noise that the real stream will need."""
     stream = replace(config.stream, n_slices=search.n_slices, base="block")
-    return replace(config, stream=stream, privacy=search.privacy)
+    noise = search.privacy  # what a trial may change besides, say a clipping radius, is its own
+    privacy = replace(config.privacy, noise_multiplier=noise.noise_multiplier, target_epsilon=noise.target_epsilon)
+    return replace(config, stream=stream, privacy=privacy)
 
 
 def pinned_noise(config: RunConfig) -> PrivacyConfig:

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from protofed.backbone.losses import hidden_at
 from protofed.backbone.sasrec import SASRec
 from protofed.client.codec import Codec, QueryEncoder, unit
 from protofed.client.drift import Gate, adaptive_stability, drift_gate, observe
@@ -70,8 +71,7 @@ def broadcast(backbone: SASRec, codec: Codec, v: Float[Tensor, "K d_z"]) -> Broa
 def hidden_at_targets(backbone: SASRec, rows: OwnRows, windows: Windows) -> Float[Tensor, "W P d"]:
     """The backbone's hidden state, without a prompt, wherever a target is predicted; zero where there is none."""
     hidden = backbone.hidden(windows.tokens, None, own_embed(rows, windows.users, backbone.embed))
-    at_source = hidden.gather(1, windows.sources[..., None].expand(-1, -1, hidden.shape[-1]))
-    return at_source * (windows.targets != NO_TARGET)[..., None]
+    return hidden_at(hidden, windows.sources) * (windows.targets != NO_TARGET)[..., None]
 
 
 @torch.no_grad()

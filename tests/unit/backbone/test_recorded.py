@@ -117,8 +117,9 @@ def test_a_whole_training_in_padded_steps_ends_where_one_in_trimmed_steps_does(m
 
     monkeypatch.setattr(training, "step_of", in_padded_steps)
     ends.append(train(first, task, config, seed=0, descend=PlainDescent())[0])
-    for one, other in zip(*(model.parameters() for model in ends), strict=True):
-        assert torch.allclose(one, other, atol=2e-4)  # AdamW divides rounding by rounding where gradients are tiny
+    for (name, one), other in zip(ends[0].named_parameters(), ends[1].parameters(), strict=True):
+        # A key's bias moves all logits of a query alike: its gradient is rounding, and AdamW divides that by itself.
+        assert torch.allclose(one, other, atol=2 * 1e-3 if name.endswith("key.bias") else 1e-6), name
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -21,6 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from protofed.backbone.extras import Extra, Lots, Notes, uniform_items
+from protofed.backbone.losses import hidden_at
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend
 from protofed.errors import ConfigError
@@ -61,8 +62,7 @@ def pointwise_correction(
 
 
 def at_sources(model: SASRec, batch: Windows) -> Float[Tensor, "W P d"]:
-    hidden = model.hidden(batch.tokens)
-    return hidden.gather(1, batch.sources[..., None].expand(-1, -1, hidden.shape[-1]))
+    return hidden_at(model.hidden(batch.tokens), batch.sources)
 
 
 def scores_of(model: SASRec, batch: Windows, hidden: Float[Tensor, "W P d"], negatives: Int[Tensor, "W P n"]) -> Scores:
