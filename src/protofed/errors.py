@@ -6,6 +6,7 @@ ProtoFedError
 ├── ConfigError          an unknown key, a value outside its range
 ├── RunFolderError       an output folder that holds another run, or a damaged one
 ├── MissingExtra         an optional library that is not installed
+├── MachineError         work that does not fit the machine
 └── LeakError            information from the future reached the past
 """
 
@@ -35,6 +36,10 @@ class MissingExtra(ProtoFedError):
 
     def __init__(self, library: str, extra: str) -> None:
         super().__init__(f"{library} is not installed; run `pip install 'protofed[{extra}]'`")
+
+
+class MachineError(ProtoFedError):
+    """Work that does not fit the machine."""
 
 
 class LeakError(ProtoFedError):

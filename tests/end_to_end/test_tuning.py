@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from protofed.cli.run import settle
 from protofed.config import RunConfig, override, read_toml
 from protofed.data.interactions import select
-from protofed.errors import ConfigError, DataError, LeakError, RunFolderError
+from protofed.errors import ConfigError, DataError, LeakError, MachineError, RunFolderError
 from protofed.experiments import folder as folders
 from protofed.experiments import tuning as module
 from protofed.experiments.run import Experiment
@@ -285,6 +285,18 @@ def test_what_would_stop_every_trial_or_must_not_be_hidden_is_raised(tmp_path, m
     monkeypatch.setattr(Experiment, "run", broken)
     search = searched(n_trials=2)
     with pytest.raises(type(problem)):
+        run_trial(search, search.trials[1], tmp_path / "out", tmp_path / "cache")
+    assert not list((tmp_path / "out").rglob("*.json"))
+
+
+@pytest.mark.parametrize("problem", [MemoryError("no more"), torch.OutOfMemoryError("CUDA out of memory.\nTried")])
+def test_a_full_machine_is_one_line_and_never_counts_against_the_settings(tmp_path, monkeypatch, problem):
+    def broken(self, out, progress=None):
+        raise problem
+
+    monkeypatch.setattr(Experiment, "run", broken)
+    search = searched(n_trials=2)
+    with pytest.raises(MachineError, match=r"^trial 1 of finetune-last ran out of memory \(.*\); .*--clients$"):
         run_trial(search, search.trials[1], tmp_path / "out", tmp_path / "cache")
     assert not list((tmp_path / "out").rglob("*.json"))
 

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 COLUMNS = (("sampled", "all"), ("sampled", "novel"), ("sampled", "repeat"), ("full", "all"), ("full", "novel"))
 MEMORY = "frozen-no-new-rows with the memory"
+ROWS = ("default", "nodp", "private", "memory")  # cells of the overall tables; other variants have tables of their own
 
 
 @cache
@@ -22,6 +23,8 @@ def headlines(dataset: str) -> dict[str, list[tuple[float, ...]]]:
     streams = by_index(read_packed(ROOT / "results" / "pack" / f"{dataset}.queries.parquet"))
     found: dict[str, list[tuple[float, ...]]] = {}
     for run in sorted(runs, key=lambda run: str(run["folder"])):
+        if run["folder"].split("/")[2] not in ROWS:
+            continue
         config, queries = from_toml(run["config"]), streams[run["queries"]]
         columns = {name: queries[name].to_numpy() for name in queries.column_names if name not in ("user", "drift")}
         ranks = dict(zip(CANDIDATES, decoded(run["ranks"], columns["repeat"]), strict=True))

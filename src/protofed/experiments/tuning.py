@@ -27,7 +27,7 @@ import torch
 
 from protofed.config import PrivacyConfig, RunConfig, Value, in_range, override, to_toml
 from protofed.data.interactions import InteractionLog, select
-from protofed.errors import ConfigError, DataError, ProtoFedError, RunFolderError
+from protofed.errors import ConfigError, DataError, MachineError, ProtoFedError, RunFolderError
 from protofed.evaluation.forgetting import accuracy
 from protofed.experiments.folder import RunFolder, load_checkpoint
 from protofed.experiments.run import Experiment
@@ -183,6 +183,11 @@ def attempted(experiment: Experiment, trial: Trial, folder: Path, progress: Prog
         raise
     except Exception as problem:
         reason = (str(problem).splitlines() or [""])[0]
+        if isinstance(problem, MemoryError | torch.OutOfMemoryError):  # the machine's failure, not the settings'
+            raise MachineError(
+                f"trial {trial.number} of {outcome.method} ran out of memory ({reason}); what is over is kept: start "
+                "again with fewer processes beside it or a smaller --clients"
+            ) from problem
         return replace(outcome, failed=f"{type(problem).__name__}: {reason}"), traceback.format_exc()
 
 
