@@ -189,7 +189,7 @@ def test_the_standard_variant_attaches_nothing():
 
 @pytest.mark.parametrize(
     ("method", "variant", "has"),
-    [("popularity", "peft", "standard"), ("ccd", "peft", "standard"), ("dual-lora", "standard", "peft")],
+    [("popularity", "peft", "standard"), ("recicl", "peft", "standard"), ("dual-lora", "standard", "peft")],
 )
 def test_a_variant_that_a_method_lacks_is_one_line_that_names_those_it_has(method, variant, has):
     with pytest.raises(ConfigError, match=f"^{method} has no variant '{variant}'; it has {has}$"):

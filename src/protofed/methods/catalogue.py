@@ -75,7 +75,7 @@ METHODS: Mapping[str, Entry] = {
     "reloop": Entry(ReLoop(), "fine-tuning that may not err more than the last version did", variants=BOTH),
     "reloop2": Entry(ReLoop2(), "fine-tuning whose scores are compensated by remembered errors", variants=BOTH),
     "infer": Entry(Infer(), "fine-tuning that replays the events of largest influence on held-out ones", variants=BOTH),
-    "ccd": Entry(CCD(), "teacher and student that teach each other through slow and fast proxies"),
+    "ccd": Entry(CCD(), "teacher and student that teach each other through slow and fast proxies", variants=BOTH),
     "prompt-tuning": Entry(FineTuneLast(), "frozen backbone; one shared prompt, warm-started", PEFT, ("peft",)),
     "prefix-tuning": Entry(PrefixTuning(), "frozen backbone; shared keys and values in every block", PEFT, ("peft",)),
     "adapters": Entry(Adapters(), "frozen backbone; one set of bottlenecks in every block", PEFT, ("peft",)),

@@ -27,6 +27,7 @@ HYPER_RANGES: Mapping[str, tuple[float, float]] = {  # by the last part of the n
     "learning_rate": (1e-12, 100),
     "length": (1, 1e5),
     "local_rate": (1e-12, 100),
+    "lora_rate": (1e-12, 100),
     "negatives": (1, 1e6),
     "per_user": (1, 1e9),
     "pool": (1, 1e9),
@@ -106,6 +107,7 @@ SPACES: Mapping[str, Space] = {
 
 PEFT_SPACES: Mapping[str, Space] = {  # where the `peft` variant has other settings than the standard one
     **{name: {**SPACES[name], "peft.learning_rate": PROMPTS} for name in FINE_TUNING},
+    "ccd": {**SPACES["ccd"], "peft.learning_rate": PROMPTS, "hyper.lora_rate": MODULES},
     "fedavg": {"hyper.peft_rate": PROMPTS, "hyper.ft_steps": (5, 20, 40), "hyper.peft_ft_rate": PROMPTS},
     "fedprox": {"hyper.peft_mu": (0.001, 0.01, 0.1, 0.5, 1.0), "hyper.peft_rate": PROMPTS, "hyper.epochs": (1, 3, 5)},
     "ditto": {"hyper.strength": (0.1, 1.0, 2.0), "hyper.peft_rate": PROMPTS, "hyper.peft_personal_rate": PROMPTS},

@@ -12,6 +12,7 @@ from worlds import LENGTH, questions, random_model, shuffled_after, tiny_config,
 
 from protofed.backbone import training
 from protofed.backbone.extras import Notes, Streamed
+from protofed.backbone.small_modules import modules_and_rows, small_weights, with_lora
 from protofed.backbone.training import PlainDescent
 from protofed.config import BackboneConfig
 from protofed.errors import ConfigError
@@ -21,6 +22,7 @@ from protofed.methods.baselines.ccd import (
     Clock,
     Source,
     averaged,
+    averaged_modules,
     candidate_pool,
     drawn_by_rank,
     merged,
@@ -30,7 +32,8 @@ from protofed.methods.baselines.ccd import (
     student_config,
     unusable,
 )
-from protofed.methods.baselines.finetune_last import FineTuneLast
+from protofed.methods.baselines.finetune_last import FineTuneLast, fine_tuned
+from protofed.methods.frozen import rows_for
 from protofed.methods.protocol import World
 from protofed.methods.state import pack, unpack
 from protofed.progress import silent
@@ -44,8 +47,8 @@ def world_of(data=None):
     return World(tiny_config(training__base_epochs=3), (data or tiny_stream()).slice_(0), warmed_up()[0])
 
 
-def learn_on(method, data=None):
-    world = world_of(data)
+def learn_on(method, data=None, world=None):
+    world = world or world_of(data)
     return method.learn(world, method.start(world), (data or tiny_stream()).slice_(1), PlainDescent())
 
 
@@ -241,3 +244,65 @@ def test_values_out_of_range_are_refused():
         CCD(keep_stable=1.1)
     with pytest.raises(ConfigError, match="weight must lie between 0 and"):
         replace(CCD(), weight=-1.0)
+
+
+def small_world():
+    config = tiny_config(variant="peft", training__base_epochs=3)
+    return World(config, tiny_stream().slice_(0), warmed_up()[0])
+
+
+@pytest.fixture
+def _last_epoch_counts(monkeypatch):
+    """Two epochs in a tiny world need not help on its validation part; what they do is looked at all the same."""
+    monkeypatch.setattr(training, "best_of", lambda trace: len(trace) - 1)
+
+
+@pytest.mark.usefixtures("_last_epoch_counts")
+def test_small_teacher_and_student_live_in_the_frozen_backbone_and_share_its_table():
+    world = small_world()
+    before = CCD().start(world)
+    state, told = CCD().learn(world, before, tiny_stream().slice_(1), PlainDescent())
+    base, first = world.backbone.state_dict(), rows_for(world, before.teacher.backbone, tiny_stream().slice_(1))
+    for model, module in ((state.teacher.backbone, "lora"), (state.student, "prompt"), (state.stable, "prompt")):
+        now = model.state_dict()
+        assert all(module in name for name in now.keys() - base.keys())
+        assert all(torch.equal(now[name], base[name]) for name in base.keys() - {"items", "has_row", "mean_row"})
+        known = base["has_row"]
+        assert torch.equal(now["items"][: len(known)][known], base["items"][known])
+    assert torch.equal(state.student.items, state.teacher.backbone.items)
+    assert torch.equal(state.student.mean_row, state.teacher.backbone.mean_row)
+    new = first[1]
+    assert new.any()
+    assert not torch.equal(state.teacher.backbone.items[new], first[0].items[new])
+    moved = small_weights(state.student), small_weights(before.student)
+    assert not torch.equal(moved[0]["prompt.tokens"], moved[1]["prompt.tokens"])
+    lora = sum(tensor.numel() for tensor in small_weights(state.teacher.backbone).values())
+    assert lora == len(world.backbone.blocks) * 2 * (8 * 16 + 16 * 8)  # width 16: query and value, down and up
+    assert told["trainable_parameters"] == lora + 16 * int(new.sum())
+    assert told["replayed_items"] > 1
+
+
+@pytest.mark.usefixtures("_last_epoch_counts")
+def test_without_replay_the_small_teacher_is_a_plain_lora_bit_for_bit():
+    world, slice_ = small_world(), tiny_stream().slice_(1)
+    state, _ = learn_on(CCD(weight=0.0), world=world)
+    lora = with_lora(world.backbone, 8, 16.0, stream(world.config.seed, "ccd", "teacher"))
+    first, new = rows_for(world, lora, slice_)
+    plain, _ = fine_tuned(world, (first, new), slice_, PlainDescent(), trainable=modules_and_rows(new, 1e-2))
+    assert same(state.teacher.backbone, plain)
+    assert not same(learn_on(CCD(), world=world)[0].teacher.backbone, plain)
+
+
+@pytest.mark.usefixtures("_last_epoch_counts")
+def test_small_proxies_average_prompts_and_nothing_else():
+    world = small_world()
+    first, _ = learn_on(CCD(), world=world)
+    second, _ = CCD().learn(world, first, tiny_stream().slice_(2), PlainDescent())
+    slow, fast = (float((p.prompt.tokens - first.stable.prompt.tokens).norm()) for p in (second.stable, second.plastic))
+    assert slow > 0
+    assert fast == pytest.approx(9 * slow, rel=1e-3)
+    assert same(unpack(CCD().start(world), pack(second)), second)
+    mixed = averaged_modules(first.stable, second.student, 0.25)
+    expected = 0.25 * first.stable.prompt.tokens + 0.75 * second.student.prompt.tokens
+    assert torch.allclose(mixed.prompt.tokens, expected, atol=1e-7)
+    assert torch.equal(mixed.items, second.student.items)

@@ -81,6 +81,13 @@ def test_several_data_sets_share_the_first_page(tmp_path: Path) -> None:
     assert "on two, ewc with NDCG@10 0.650" in first
 
 
+def test_the_first_line_counts_methods_and_says_where_they_have_more_rows(tmp_path: Path) -> None:
+    write_run(tmp_path / "frozen", value)
+    assert "1 method on 1\ndata set" in page.build(tmp_path)[0]
+    write_run(tmp_path / "memory", value, settings="[scoring]\npersonal_memory = 2.0")
+    assert "1 method in 2 rows on 1\ndata set" in page.build(tmp_path)[0]
+
+
 def test_what_the_runs_lack_is_one_collapsed_list_at_the_end(built: str) -> None:
     _, _, end = built.partition('<h2 id="not-shown">')
     assert end.lstrip().startswith("</h2>") or end.startswith("Not shown</h2>")

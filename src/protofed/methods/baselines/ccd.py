@@ -14,7 +14,10 @@ has no user rows, so proxies average all weights, a "user" is the history at a w
 left out, and items the window itself holds are not replayed. Ranks are over 1,000 uniform items and the teacher's top
 100. Replayed items are drawn anew at every step against the model in training (the published code keeps the initial
 scores). The teacher's LWC-KD and PIW terms are left out, negatives are drawn as for every method, and all slices share
-one setting. Softmax scores have no natural zero, so σ(score) can lie close to 1 and labels be hardly soft; the log's
+one setting. Under `--variant peft` both live in the frozen backbone: the teacher is a LoRA of rank 8, the student a
+shared prompt, proxies average prompts. They share the item table: the teacher learns a slice's new rows, the student
+reads them as they start and afterwards as the teacher left them. There λ = 0 makes the teacher a plain LoRA.
+Softmax scores have no natural zero, so σ(score) can lie close to 1 and labels be hardly soft; the log's
 `soft_label` tells. The teacher is scored, having the same capacity as the others; `scored="student"` gives the student.
 Privacy: teacher, student and proxies are functions of weights, free where those are released privately. Private steps
 are paid for three trainings a slice (the first student learns the base block, plainly, for free), rounds stand for
@@ -32,11 +35,14 @@ from torch import Tensor
 
 from protofed.backbone.extras import Extra, Lots, Notes, uniform_items
 from protofed.backbone.sasrec import SASRec, at_rest, grown
-from protofed.backbone.training import Descend, Fit, Task, train
+from protofed.backbone.small_modules import modules_and_rows, small_weights, with_lora, with_weights
+from protofed.backbone.training import Descend, Fit, Task, Trainable, train
 from protofed.config import BackboneConfig
-from protofed.methods.baselines.buffer import fine_tuned_state, within
-from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, on_base_block, started
+from protofed.methods.baselines.buffer import within
+from protofed.methods.baselines.finetune_last import fine_tuned
+from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, on_base_block, rows_for, started
 from protofed.methods.protocol import Diagnostics, World
+from protofed.methods.variants import is_peft, parts_to_train, prompted
 from protofed.progress import Progress
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
@@ -109,6 +115,21 @@ def averaged(proxy: SASRec, student: SASRec, keep: float) -> SASRec:
         model.items[fresh] = student.items[fresh]
     model.has_row = student.has_row.clone()
     model.refresh_mean_row()
+    return at_rest(model)
+
+
+def averaged_modules(proxy: SASRec, student: SASRec, keep: float) -> SASRec:
+    """The student with keep times the proxy's small modules plus 1 - keep times its own."""
+    old, own = small_weights(proxy), small_weights(student)
+    return with_weights(student, {name: keep * old[name] + (1 - keep) * tensor for name, tensor in own.items()})
+
+
+def with_table_of(model: SASRec, other: SASRec) -> SASRec:
+    """A copy that reads and scores items by the other's rows."""
+    model = grown(model, other.n_rows)
+    with torch.no_grad():
+        model.items.copy_(other.items)
+    model.has_row, model.mean_row = other.has_row.clone(), other.mean_row.clone()
     return at_rest(model)
 
 
@@ -190,6 +211,9 @@ class CCD:
     distillation: float = 0.01
     distilled_top: int = 40
     scored: Literal["teacher", "student"] = "teacher"
+    rank: int = 8  # of the teacher's LoRA under `peft`,
+    scaling: float = 2.0  # its alpha / r
+    lora_rate: float = 1e-2  # and its learning rate
 
     def __post_init__(self) -> None:
         within("weight", self.weight, 0, 1e6)
@@ -199,9 +223,15 @@ class CCD:
         within("n_student", self.n_student, 0, self.top)
         within("anneal", self.anneal, 1e-9, 1e9)
         within("distilled_top", self.distilled_top, 1, 10_000)
+        within("rank", self.rank, 1, 65_536)
 
     def start(self, world: World) -> CCDState:
         """The backbone as the teacher, and a student that knows nothing yet."""
+        if is_peft(world):
+            rng = stream(world.config.seed, "ccd", "teacher")
+            teaching = with_lora(world.backbone, self.rank, self.scaling * self.rank, rng)
+            pupil = prompted(world, world.backbone, "ccd")
+            return CCDState(replace(started(world), backbone=teaching), pupil, pupil, pupil, 0)
         config, teacher = student_config(world.config.backbone), world.backbone
         student = SASRec(config, teacher.n_rows, stream(world.config.seed, "ccd", "student"))
         student.has_row = teacher.has_row.cpu().clone()
@@ -211,16 +241,17 @@ class CCD:
 
     def learn(self, world: World, state: CCDState, slice_: TimeSlice, descend: Descend) -> tuple[CCDState, Diagnostics]:
         generated, distilled = self._generated(world, state, slice_, descend)
-        first = state.generations == 0
-        stable = generated if first else averaged(state.stable, generated, self.keep_stable)
-        plastic = generated if first else averaged(state.plastic, generated, self.keep_plastic)
+        first, mean = state.generations == 0, averaged_modules if is_peft(world) else averaged
+        stable = generated if first else mean(state.stable, generated, self.keep_stable)
+        plastic = generated if first else mean(state.plastic, generated, self.keep_plastic)
         sources = [Source(stable, self.n_stable), Source(plastic, self.n_plastic)]
         found = state.teacher.backbone
         pupil = replace(state.teacher, backbone=generated)
-        student, _, studied = self._updated(world, pupil, found, slice_, descend, sources)
-        sources = [*sources, Source(student.backbone, self.n_student)]
-        teacher, replayed, fit = self._updated(world, state.teacher, found, slice_, descend, sources)
-        learned = CCDState(teacher, student.backbone, stable, plastic, state.generations + 1)
+        updated, _, studied = self._updated(world, pupil, found, slice_, descend, sources, teaches=False)
+        student, sources = updated.backbone, [*sources, Source(updated.backbone, self.n_student)]
+        teacher, replayed, fit = self._updated(world, state.teacher, found, slice_, descend, sources, teaches=True)
+        student = with_table_of(student, teacher.backbone) if is_peft(world) else student
+        learned = CCDState(teacher, student, stable, plastic, state.generations + 1)
         steps = {"distilled_ndcg10": distilled.trace, "student_ndcg10": studied["validation_ndcg10"]}
         return learned, {**fit, **replayed, **steps}
 
@@ -239,6 +270,7 @@ class CCD:
             settings,
             seed=world.config.seed,
             descend=descend,
+            trainable=parts_to_train(world, torch.zeros(state.student.n_rows, dtype=torch.bool)),
             extra=self._imitation(world, state.teacher.backbone, slice_),
             progress=world.progress,
         )
@@ -270,12 +302,34 @@ class CCD:
         slice_: TimeSlice,
         descend: Descend,
         sources: list[Source],
+        *,
+        teaches: bool,
     ) -> tuple[BackboneState, dict[str, float], Diagnostics]:
         """The learner after the slice and the replay from these sources, what it replayed, and how it went."""
         notes, clock = Notes(), Clock(world.progress, torch.zeros((), device=teacher.items.device))
         extra = self._replay(world, teacher, slice_, sources, clock, notes) if self.weight > 0 else None
-        learned, fit = fine_tuned_state(replace(world, progress=clock), learner, slice_, descend, extra)
-        return learned, {"replay_loss": 0.0, "replayed_items": 0.0, "soft_label": 0.0} | notes.means(), fit
+        first, new = rows_for(world, learner.backbone, slice_)
+        model, fit = fine_tuned(
+            world,
+            (first, new),
+            slice_,
+            descend,
+            extra=extra,
+            trainable=self._trainable(world, new, teaches=teaches),
+            progress=clock,
+        )
+        learned = BackboneState(model, slice_.index, max(learner.newest_target, fit.newest_target))
+        return (
+            learned,
+            {"replay_loss": 0.0, "replayed_items": 0.0, "soft_label": 0.0} | notes.means(),
+            fit.diagnostics(),
+        )
+
+    def _trainable(self, world: World, new: Bool[Tensor, " n"], *, teaches: bool) -> Trainable:
+        """Everything; under `peft` the teacher's LoRA and the new rows, or the student's prompt alone."""
+        if is_peft(world) and teaches:
+            return modules_and_rows(new, self.lora_rate)
+        return parts_to_train(world, torch.zeros_like(new) if is_peft(world) else new)
 
     def _replay(
         self, world: World, teacher: SASRec, slice_: TimeSlice, sources: list[Source], clock: Clock, notes: Notes
