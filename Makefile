@@ -26,6 +26,8 @@ unit: $(READY)
 
 report: $(READY)
 	$(BIN)/python -m protofed.cli.main report results/pack -o docs/report.html --grid experiments/overall.toml --tuned results/tune/gowalla_1k
+	$(BIN)/python -m protofed.cli.main report results/pack -o results/overall.csv
+	$(BIN)/python scripts/method_pages.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

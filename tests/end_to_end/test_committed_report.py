@@ -1,4 +1,4 @@
-"""docs/report.html is what `make report` makes of the committed runs, to the byte."""
+"""docs/report.html and results/overall.csv are what `make report` makes of the committed runs, to the byte."""
 
 import shlex
 import sys
@@ -12,14 +12,15 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_the_committed_runs_give_the_committed_report(tmp_path, monkeypatch, capsys):
-    (line,) = (line for line in (ROOT / "Makefile").read_text().splitlines() if " report results/pack " in line)
-    words = shlex.split(
-        line.partition("protofed.cli.main ")[2].replace("docs/report.html", str(tmp_path / "page.html"))
-    )
+@pytest.mark.parametrize("made", ["docs/report.html", "results/overall.csv"])
+def test_the_committed_runs_give_the_committed_report(made, tmp_path, monkeypatch, capsys):
+    lines = (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()
+    (line,) = (line for line in lines if f" report results/pack -o {made}" in line)
+    again = tmp_path / Path(made).name
+    words = shlex.split(line.partition("protofed.cli.main ")[2].replace(made, str(again)))
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["protofed", *words])
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code, capsys.readouterr().err
-    assert (tmp_path / "page.html").read_text() == (ROOT / "docs" / "report.html").read_text()
+    assert again.read_text(encoding="utf-8") == (ROOT / made).read_text(encoding="utf-8")

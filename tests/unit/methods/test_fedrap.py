@@ -4,10 +4,11 @@ import math
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from torch import Generator, Tensor
-from worlds import questions, tiny_config, tiny_stream, warmed_up_on
+from worlds import LENGTH, questions, tiny_config, tiny_stream, warmed_up_on
 
 from protofed.backbone.losses import LOSSES
 from protofed.backbone.new_items import with_new_rows
@@ -128,6 +129,21 @@ def test_a_score_is_the_biased_hidden_state_times_c_plus_d():
         hidden = model.last_hidden(queries.tokens[b : b + 1], None, lambda items, r=rows: r[items.clamp(min=0)])
         torch.testing.assert_close(found[b], rows @ (hidden[0] + bias), atol=1e-4, rtol=0)
         assert bool(bias.any()) == bool(known[b])
+
+
+def test_a_row_for_what_a_client_met_later_does_not_answer_an_earlier_question():
+    world, (asked, queries) = world_of(), questions(1)
+    state, _ = FedRAP().learn(world, learned()[0], tiny_stream().slice_(2), PlainDescent())
+    told, own, edges, given_away = FedRAP().score(world, state, queries), state.own, queries.offsets.tolist(), 0
+    for b, user in enumerate(queries.users.tolist()):
+        past = queries.past_items[edges[b] : edges[b + 1]]
+        mine = own.clients == user
+        known = mine & torch.isin(own.items, past)
+        given_away += int(asked.positives[b]) in set(own.items[mine & ~known].tolist())
+        before = replace(state, own=OwnRows(own.clients[known], own.items[known], own.rows[known]))
+        only = tiny_stream().queries(asked, np.array([b]), LENGTH)
+        assert torch.allclose(FedRAP().score(world, before, only)[0], told[b], atol=1e-5)
+    assert given_away > len(queries) / 8  # clients do hold rows for many of these very answers
 
 
 def test_d_and_the_bias_take_part_in_the_uploads():

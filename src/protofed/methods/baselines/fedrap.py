@@ -2,9 +2,10 @@
 
 What we implement: user u reads and scores item i with C_i + D_i^(u). C is the shared item table, moved by federated
 averaging; D^(u) has rows for the items of u's own history, starts at zero and never leaves the device, like a bias b_u
-on u's last hidden state. The transformer stays as the base block left it. A client's loss is
-L_rec - lambda_r * separation(D, C) + mu_r * mean |C|, both over the rows its windows and negatives touch, where
-separation is the mean squared distance of a coordinate, each row's squared distance counted up to `margin`. The
+on u's last hidden state; an item that u met only after a question's time is scored with C_i alone. The transformer
+stays as the base block left it. A client's loss is L_rec - lambda_r * separation(D, C) + mu_r * mean |C|, both over the
+rows its windows and negatives touch, where separation is the mean squared distance of a coordinate, each row's squared
+distance counted up to `margin`. The
 curriculum lambda_r = lambda * tanh(r / 10), and mu_r alike, follows the rounds r of the whole stream.
 How it differs: the original has no sequence encoder. In its released code the curriculum never reaches the loss and the
 separation has no bound, so that the loss can fall for ever; here it does and it has. The original moves D in the rounds
@@ -263,7 +264,7 @@ class FedRAP:
         seen = replace(own, rows=own.rows + model.embed(own.items)) if len(own) else own
         b, _ = copies_of(state.shared, users, torch.zeros_like(model.mean_row))
         hidden = model.last_hidden(queries.tokens, None, own_embed(seen, users, model.embed)) + b
-        return with_own_scores(model.scores(hidden, queries.n_items), hidden, seen, users)
+        return with_own_scores(model.scores(hidden, queries.n_items), hidden, seen, users, queries=queries)
 
     def evidence(self, state: FedRAPState) -> Evidence:
         return evidence_of(state.shared)
