@@ -27,6 +27,7 @@ SHOWN = (
     ("ndcg@10", "full", "all"),
     ("hr@10", "sampled", "all"),
 )
+COSTS = ("bytes_up", "trainable_parameters", "trainable_parameters_per_user")
 Found = Mapping[tuple[str, str], Mapping[tuple[str, str, str], dict[str, str]]]  # by data set and row, then by quantity
 
 
@@ -63,7 +64,7 @@ def settings_table(name: str, entry: Entry, results: Path) -> list[str]:
     config = override(RunConfig(method=name, variant=entry.variants[0]), entry.settings)
     spaces = [space_of(name, config.variant, private=private) for private in (False, True)]
     found = [best_in(results / folder, name) for folder in ("tune/gowalla_1k", "tune/private/gowalla_1k")]
-    found = found[::-1] if name == "protofed-sp" else found  # its own mode is the private one
+    found = [{}, found[1]] if name == "protofed-sp" else found  # its own mode is the private one
     defaults = {key: value_at(config, key) for key in spaces[1]} | dict(own_settings(entry.method))
     lines = []
     for key, default in defaults.items():
@@ -110,6 +111,10 @@ def figure(cell: Mapping[str, str] | None) -> str:
     return mean + std + (f" [{float(cell['low95']):.3f}, {float(cell['high95']):.3f}]" if cell["low95"] else "")
 
 
+def whole(cell: Mapping[str, str] | None) -> str:
+    return f"{float(cell['mean']):,.0f}" if cell else "–"
+
+
 def claims(row: Mapping[tuple[str, str, str], Mapping[str, str]]) -> Iterator[str]:
     """The price of each stream of releases, in full."""
     for _, stream, _ in (key for key in row if key[0] == "ε"):
@@ -129,16 +134,18 @@ def measured_table(name: str, found: Found) -> list[str]:
     for dataset, row in rows:
         cells = [figure(found[dataset, row].get(key)) for key in SHOWN]
         cells += [figure(found[dataset, row].get((key, "sampled", "all"))) for key in ("AF", "BWT")]
+        cells += [whole(found[dataset, row].get((key, "", ""))) for key in COSTS]
         lines.append(f"| {dataset} | {row} | " + " | ".join(cells) + " |")
     return [
-        "| log | row | NDCG@10, sampled | novel | full | HR@10, sampled | AF | BWT |",
-        "|---|---|---|---|---|---|---|---|",
+        "| log | row | NDCG@10, sampled | novel | full | HR@10, sampled | AF | BWT | bytes up | shared | per user |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
         *lines,
         "",
         *(f"- {dataset}, {row}: {claim}" for dataset, row in rows for claim in claims(found[dataset, row])),
         "",
-        "Small preset, mean of A[t, t] over slices, ± over seeds, 95 % intervals over users; δ, adjacency, trust and",
-        "what is compared with what: [results](../results.md), [the report](../report.html), [privacy](../privacy.md).",
+        "Small preset, mean of A[t, t] over slices, ± over seeds, 95 % intervals over users. Bytes: of one client in",
+        "one round; shared, per user: numbers that learn (a dash: not told). Differences between rows:",
+        "[results](../results.md), [the report](../report.html); the claim: [privacy](../privacy.md).",
     ]
 
 

@@ -1,5 +1,6 @@
 """docs/results.md: the tables of packed runs hold the numbers of results/pack, computed here from the ranks alone."""
 
+import csv
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,11 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 COLUMNS = (("sampled", "all"), ("sampled", "novel"), ("sampled", "repeat"), ("full", "all"), ("full", "novel"))
 MEMORY = "frozen-no-new-rows with the memory"
+ALIASES = {
+    "frozen-no-new-rows, scoring.personal_memory=2.0": MEMORY,
+    "frozen-no-new-rows, scoring.personal_memory=0.0": "frozen-no-new-rows",
+}
+COSTS = ("bytes_up", "bytes_down", "trainable_parameters", "trainable_parameters_per_user", "learn")
 ROWS = ("default", "nodp", "private", "memory")  # cells of the overall tables; other variants have tables of their own
 
 
@@ -54,6 +60,39 @@ def lines(dataset: str) -> list[str]:
     return [
         f"| {name} | " + " | ".join(shown(list(c)) for c in zip(*seeds, strict=True)) + " |" for name, seeds in rows
     ]
+
+
+def told(cell: dict[str, str] | None, form: str = ",.0f") -> str:
+    return f"{float(cell['mean']):{form}}" if cell and cell["mean"] else "–"
+
+
+def within(cell: dict[str, str]) -> str:
+    return f"[{float(cell['low95']):.3f}, {float(cell['high95']):.3f}]"
+
+
+def cost_lines(dataset: str) -> list[str]:
+    """Intervals, forgetting and costs of each row as results/overall.csv has them, in the other table's order."""
+    found: dict[str, dict[tuple[str, ...], dict[str, str]]] = {}
+    with (ROOT / "results" / "overall.csv").open(encoding="utf-8", newline="") as file:
+        for line in csv.DictReader(file):
+            if line["dataset"] == dataset and line["table"] in ("accuracy", "continual", "cost"):
+                key = (line["quantity"], line["candidates"], line["subset"])
+                found.setdefault(ALIASES.get(line["method"], line["method"]), {})[key] = line
+    order = [line.split(" | ")[0].removeprefix("| ") for line in lines(dataset)]
+    made = []
+    for name in order:
+        row = found[name]
+        cells = [within(row[metric, "sampled", "all"]) for metric in ("ndcg@10", "hr@10")]
+        cells += [told(row.get((quantity, "sampled", "all")), ".3f") for quantity in ("AF", "BWT")]
+        cells += [told(row.get((quantity, "", ""))) for quantity in COSTS]
+        made.append(f"| {name} | " + " | ".join(cells) + " |")
+    return made
+
+
+@pytest.mark.parametrize("dataset", ["gowalla_1k", "yelp"])
+def test_the_table_of_costs_and_forgetting_is_that_of_the_exported_runs(dataset):
+    table = PAGE.partition(f"| {dataset}, forgetting and costs |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert table == cost_lines(dataset)
 
 
 @pytest.mark.parametrize("dataset", ["gowalla_1k", "yelp"])

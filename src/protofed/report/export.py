@@ -8,6 +8,8 @@ from pathlib import Path
 from protofed.errors import MissingExtra
 from protofed.privacy.accountant import adjacency, epsilon, rounded_up
 from protofed.privacy.ledger import CLAIM, Ledger, Release, Trust, read_ledger
+from protofed.report.costs import COLUMNS as COSTS
+from protofed.report.costs import cost_block, cost_of
 from protofed.report.intervals import Intervals
 from protofed.report.layout import MISSING, Cell, Column, estimate_cells, interval, number, to_csv
 from protofed.report.sections import Row
@@ -102,6 +104,21 @@ def privacy(results: Results) -> Sheet | None:
     return Sheet(f"{results.section.slug}-privacy", caption, tuple(map(Column, RELEASE)), tuple(rows))
 
 
+def costs(results: Results) -> Sheet | None:
+    """Bytes, trainable numbers and seconds of every row; None where no run tells any."""
+    columns, cells = cost_block(results.section)
+    if not columns:
+        return None
+    rows = sorted(results.section.rows, key=lambda row: (-_known(results, row), row.label))
+    return Sheet(
+        f"{results.section.slug}-costs",
+        f"{results.section.title}: what a client sends and receives in a round, numbers that learn, and seconds of "
+        "learning, which compare only on the same hardware; blank where a method does not tell",
+        tuple(columns),
+        tuple((row.label, tuple(cells[row.label])) for row in rows),
+    )
+
+
 def priced(results: Results) -> tuple[Priced, ...]:
     """The rows that released something; seeds with different ledgers apart."""
     found: list[Priced] = []
@@ -127,7 +144,8 @@ def _price(ledger: Ledger, trust: Trust, delta: float) -> str:
 
 def sheets(results: Results) -> tuple[Sheet, ...]:
     """Every table of a section that has something to show."""
-    return tuple(sheet for sheet in (overall(results), differences(results), privacy(results)) if sheet)
+    found = (overall(results), differences(results), costs(results), privacy(results))
+    return tuple(sheet for sheet in found if sheet)
 
 
 def to_markdown(results: Sequence[Results], warned: Sequence[str]) -> str:
@@ -183,6 +201,11 @@ def _records(results: Results) -> Iterator[dict[str, object]]:
             if gap:
                 where = {"table": "difference", "quantity": "ndcg@10", "candidates": candidates, "subset": subset}
                 yield about | where | {"minus": intervals.best} | _spread(gap.mean, math.nan, gap.low, gap.high)
+        cost = cost_of(row)
+        for name in COSTS:
+            if math.isfinite(getattr(cost, name)):
+                text = cost.hardware if name == "learn" else ""
+                yield {**about, "table": "cost", "quantity": name, "mean": getattr(cost, name), "text": text}
     for released in priced(results):
         about = {"dataset": results.section.title, "method": released.row.label}
         about |= {"seeds": " ".join(map(str, released.seeds)), "table": "privacy"}

@@ -38,6 +38,9 @@ def forgetful(tested: int, trained: int, candidates: str, subset: str, metric: s
     return 0.3 if trained == tested else 0.1
 
 
+TOLD = {"bytes_up": 65.0, "bytes_down": 8192.0, "trainable_parameters": 512.0, "trainable_parameters_per_user": 64.0}
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> list[Results]:
     """Three rows of a data set whose name needs escaping: one private, one forgetful, one of two seeds."""
@@ -45,7 +48,8 @@ def results(tmp_path_factory) -> list[Results]:
     write_run(root / "a0", flat(0.4), method="ewc", dataset="a_b&c", seed=0)
     write_run(root / "a1", flat(0.42), method="ewc", dataset="a_b&c", seed=1)
     write_run(root / "f", forgetful, method="finetune-last", dataset="a_b&c")
-    write_run(root / "p", flat(0.2), method="fedavg", dataset="a_b&c", ledger=PRIVATE)
+    told = [{"slice": 1, "stage": "learn", **TOLD}]
+    write_run(root / "p", flat(0.2), method="fedavg", dataset="a_b&c", ledger=PRIVATE, log=told)
     return [compute(section) for section in group(find_runs(root)[0])]
 
 
@@ -119,7 +123,7 @@ def md_cells(line: str) -> int:
 def test_every_row_of_a_markdown_table_has_as_many_cells_as_its_heading(results):
     lines = to_markdown(results, []).splitlines()
     tables = [list(rows) for is_table, rows in itertools.groupby(lines, lambda line: line[:1] == "|") if is_table]
-    assert [{md_cells(line) for line in table} for table in tables] == [{11}, {5}, {9}]
+    assert [{md_cells(line) for line in table} for table in tables] == [{11}, {5}, {6}, {9}]
 
 
 @example("a|b")
@@ -205,7 +209,7 @@ def check_latex(text: str) -> int:
 
 def test_a_strict_reader_accepts_the_latex_of_fixed_runs(results):
     text = to_latex(results, ["50 % & more\nof_it"])
-    assert check_latex(text) == 3
+    assert check_latex(text) == 4
     assert text.splitlines()[0] == r"% needs \usepackage{booktabs}"
     assert text.endswith("% 50 % & more of_it\n")
     assert r"a\_b\&c: mean of A[t, t]" in text
@@ -235,7 +239,7 @@ def test_the_csv_holds_every_number_once_and_agrees_with_the_estimates(results):
     rows = list(csv.DictReader(io.StringIO(to_tidy_csv(results))))
     keys = ("dataset", "method", "table", "quantity", "candidates", "subset", "stream")
     found = {tuple(row[key] for key in keys): row for row in rows}
-    assert len(found) == len(rows) == 3 * (8 + 4 + 4) + 8
+    assert len(found) == len(rows) == 3 * (8 + 4 + 4 + 1) + 4 + 8
     accuracy = found["a_b&c", "ewc", "accuracy", "hr@10", "sampled", "novel", ""]
     assert [float(accuracy[name]) for name in ("mean", "std", "low95", "high95")] == pytest.approx(
         [0.305, 0.01 / 2**0.5, 0.305, 0.305], rel=1e-5
@@ -248,6 +252,8 @@ def test_the_csv_holds_every_number_once_and_agrees_with_the_estimates(results):
         -0.2
     )
     assert found["a_b&c", "fedavg", "privacy", "rounds", "", "", "prototypes"]["text"] == "2"
+    told = {row["quantity"]: (float(row["mean"]), row["text"]) for row in rows if row["table"] == "cost"}
+    assert told == {"learn": (2.0, "cpu")} | {name: (value, "") for name, value in TOLD.items()}
 
 
 def test_the_best_are_those_that_look_best_and_low_forgetting_is_good(results):
@@ -263,4 +269,4 @@ def test_the_best_are_those_that_look_best_and_low_forgetting_is_good(results):
 def test_runs_without_users_have_no_differences_and_public_runs_no_privacy_table(tmp_path):
     write_run(tmp_path / "a", flat(0.4), method="ewc", per_user=False)
     results = [compute(section) for section in group(find_runs(tmp_path)[0])]
-    assert check_latex(to_latex(results, [])) == 1
+    assert check_latex(to_latex(results, [])) == 2  # accuracy and costs
