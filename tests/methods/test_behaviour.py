@@ -17,6 +17,11 @@ from protofed.slices.histories import queries_at
 from protofed.slices.leaks import check_evidence
 
 SAME_FOR_EVERY_SEED = {"popularity"}
+LEARNS_NOTHING = {"popularity", "frozen-no-new-rows", "recicl"}  # in a slice
+ALL_WEIGHTS = {
+    *("finetune-last", "full-retrain", "ewc", "si", "mas", "lwf", "er-random", "er-freq", "reloop", "reloop2", "infer"),
+    "ccd",
+}
 pytestmark = pytest.mark.parametrize("name", METHODS)
 
 
@@ -129,3 +134,16 @@ def test_the_ranking_beats_chance(name):
     ranks = rank_of_positive(scores, torch.zeros(len(asked), dtype=torch.int64), exists)
     chance = np.mean([uniform_reference(int(n))["ndcg@10"] for n in exists.sum(1)])
     assert float(ndcg(ranks, 10).mean()) > 2 * chance
+
+
+def test_the_log_tells_how_many_numbers_learn(name):
+    run = learned(name)
+    _, told = run.method.learn(run.world, run.before, tiny_stream().slice_(1), PlainDescent())
+    counts = [told.get("trainable_parameters", 0), told.get("trainable_parameters_per_user", 0)]
+    assert (sum(counts) == 0) == (name in LEARNS_NOTHING)
+    weights = sum(parameter.numel() for parameter in run.world.backbone.parameters())
+    table, width = run.world.backbone.items.numel(), run.world.config.backbone.width
+    if name in ALL_WEIGHTS:
+        assert counts == [weights - table + width * tiny_stream().slice_(1).n_train_items, 0]
+    if name in ("frozen", "personal-memory"):
+        assert counts == [width * told["new_rows"], 0]

@@ -81,6 +81,6 @@ def only_rows(mask: Bool[Tensor, " n"]) -> Trainable:
     def trainable(model: SASRec) -> ParameterGroups:
         chosen = mask.to(model.items.device)[:, None]
         model.items.requires_grad_(True).register_hook(lambda grad: grad * chosen)
-        return [{"params": [model.items], "weight_decay": 0.0}]
+        return [{"params": [model.items], "weight_decay": 0.0, "numbers": int(mask.sum()) * model.items.shape[1]}]
 
     return trainable

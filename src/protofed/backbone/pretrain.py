@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from protofed.backbone.sasrec import SASRec, at_rest
-from protofed.backbone.training import Fit, PlainDescent, Task, train
+from protofed.backbone.training import Fit, PlainDescent, Task, everything, numbers_in, train
 from protofed.config import RunConfig
 from protofed.errors import RunFolderError
 from protofed.files import written_atomically
@@ -77,7 +77,8 @@ def load_backbone(path: Path, config: RunConfig, device: torch.device) -> tuple[
             fit = json.loads(file.metadata()["fit"])
         model = SASRec(config.backbone, len(weights["items"]), stream(config.seed, "backbone"))
         model.load_state_dict(weights)
-        how = Fit(tuple(fit["trace"]), fit["steps_per_epoch"], fit["newest_target"])
+        trained = numbers_in(everything(model))
+        how = Fit(tuple(fit["trace"]), fit["steps_per_epoch"], fit["newest_target"], trained)
     except Exception as problem:
         reason = str(problem).splitlines()[0]
         raise RunFolderError(

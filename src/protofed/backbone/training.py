@@ -90,7 +90,7 @@ class Fit:
     trace: tuple[float, ...]
     steps_per_epoch: int
     newest_target: int
-    trainable: int = 0  # numbers that trained where the backbone is frozen, shared by all users
+    trainable: int = 0  # numbers that trained, one copy for all users
 
     @property
     def best_epoch(self) -> int:
@@ -111,6 +111,11 @@ def best_of(trace: tuple[float, ...] | list[float]) -> int:
 def everything(model: SASRec) -> ParameterGroups:
     """All weights train."""
     return [{"params": list(model.parameters())}]
+
+
+def numbers_in(groups: ParameterGroups) -> int:
+    """How many numbers train; a group that trains a part of its tensors says how many itself."""
+    return sum(group.get("numbers", sum(p.numel() for p in group["params"])) for group in groups)
 
 
 def train(
@@ -134,7 +139,8 @@ def train(
         parameter.requires_grad_(True)
     optimiser = adamw(groups, task.learning_rate, config.weight_decay, model.items.device)
     if isinstance(descend, InRounds):
-        return train_in_rounds(model, task, config, optimiser, descend, extra=extra, progress=progress)
+        model, fit = train_in_rounds(model, task, config, optimiser, descend, extra=extra, progress=progress)
+        return model, replace(fit, trainable=numbers_in(groups))
     exam = exam_of(task.slice_, config.selection, model.config.history_length, model.items.device)
     trace, weights = [mean_grade(model, exam)], copy.deepcopy(model.state_dict())
     step, steps, newest = step_of(model, config, optimiser, descend, extra), 0, -1
@@ -151,7 +157,7 @@ def train(
             break
     model.load_state_dict(weights)
     optimiser.zero_grad()  # a recorded step's gradients would keep its memory alive
-    return at_rest(model), Fit(tuple(trace), steps, newest)
+    return at_rest(model), Fit(tuple(trace), steps, newest, numbers_in(groups))
 
 
 def adamw(groups: ParameterGroups, rate: float, decay: float, device: torch.device) -> torch.optim.AdamW:

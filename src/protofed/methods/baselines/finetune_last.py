@@ -11,7 +11,7 @@ has learned nothing yet. `cold=True` draws it anew at each slice.
 Privacy: the prompt is small, so a private step adds little noise to it; nothing else is kept.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -21,7 +21,7 @@ from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend, Fit, Task, Trainable, train
 from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, started
 from protofed.methods.protocol import Diagnostics, World
-from protofed.methods.variants import is_peft, n_trained, parts_to_train, prompted
+from protofed.methods.variants import is_peft, parts_to_train, prompted
 from protofed.progress import Progress
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
@@ -45,7 +45,7 @@ def fine_tuned(
     """
     (model, new), training = first, world.config.training
     task = Task(slice_, slice_.train_positions, training.slice_epochs, training.slice_learning_rate)
-    model, fit = train(
+    return train(
         model,
         task,
         training,
@@ -55,7 +55,6 @@ def fine_tuned(
         extra=extra,
         progress=progress or world.progress,
     )
-    return model, replace(fit, trainable=n_trained(model, new))
 
 
 @dataclass(frozen=True, slots=True)

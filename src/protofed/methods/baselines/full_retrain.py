@@ -9,7 +9,7 @@ Privacy: a private run starts every slice from the warm-up, which has seen the b
 steps on everything so far: a user's events of slice 1 are paid for again in every later one.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
@@ -19,7 +19,7 @@ from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend, Task, train
 from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, started
 from protofed.methods.protocol import Diagnostics, World
-from protofed.methods.variants import is_peft, n_trained, parts_to_train, prompted
+from protofed.methods.variants import is_peft, parts_to_train, prompted
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
 from protofed.slices.leaks import Evidence
@@ -77,7 +77,6 @@ class FullRetrain:
             trainable=parts_to_train(world, new),
             progress=world.progress,
         )
-        fit = replace(fit, trainable=n_trained(model, new))
         return BackboneState(model, slice_.index, fit.newest_target), fit.diagnostics()
 
     def score(self, world: World, state: BackboneState, queries: Queries) -> Float[Tensor, "B I"]:
