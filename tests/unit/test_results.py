@@ -13,13 +13,8 @@ from protofed.experiments.packed import CANDIDATES, by_index, decoded, read_pack
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 COLUMNS = (("sampled", "all"), ("sampled", "novel"), ("sampled", "repeat"), ("full", "all"), ("full", "novel"))
-MEMORY = "frozen-no-new-rows with the memory"
-ALIASES = {
-    "frozen-no-new-rows, scoring.personal_memory=2.0": MEMORY,
-    "frozen-no-new-rows, scoring.personal_memory=0.0": "frozen-no-new-rows",
-}
 COSTS = ("bytes_up", "bytes_down", "trainable_parameters", "trainable_parameters_per_user", "learn")
-ROWS = ("default", "nodp", "private", "memory")  # cells of the overall tables; other variants have tables of their own
+ROWS = ("default", "nodp", "private")  # cells of the overall tables; other variants have tables of their own
 
 
 @cache
@@ -34,10 +29,10 @@ def headlines(dataset: str) -> dict[str, list[tuple[float, ...]]]:
         config, queries = from_toml(run["config"]), streams[run["queries"]]
         columns = {name: queries[name].to_numpy() for name in queries.column_names if name not in ("user", "drift")}
         ranks = dict(zip(CANDIDATES, decoded(run["ranks"], columns["repeat"]), strict=True))
-        remembers = config.scoring.personal_memory and config.method == "frozen-no-new-rows"
-        label = MEMORY if remembers else run_label(config)
         values = [mean_over_slices(ndcg(ranks[kind]), columns, subset) for kind, subset in COLUMNS]
-        found.setdefault(label, []).append((*values, mean_over_slices(ranks["sampled"] <= 10, columns, "all")))
+        found.setdefault(run_label(config), []).append(
+            (*values, mean_over_slices(ranks["sampled"] <= 10, columns, "all"))
+        )
     return found
 
 
@@ -77,7 +72,7 @@ def cost_lines(dataset: str) -> list[str]:
         for line in csv.DictReader(file):
             if line["dataset"] == dataset and line["table"] in ("accuracy", "continual", "cost"):
                 key = (line["quantity"], line["candidates"], line["subset"])
-                found.setdefault(ALIASES.get(line["method"], line["method"]), {})[key] = line
+                found.setdefault(line["method"], {})[key] = line
     order = [line.split(" | ")[0].removeprefix("| ") for line in lines(dataset)]
     made = []
     for name in order:

@@ -4,10 +4,10 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from protofed.config import method_label
+from protofed.config import RunConfig, method_label
 from protofed.report.runs import Run, Unfinished
 
 TRIVIAL = ("frozen", "frozen-no-new-rows", "personal-memory", "popularity")
@@ -77,20 +77,24 @@ def alike(runs: Sequence[AnyRun]) -> list[tuple[str, list[AnyRun]]]:
 
 
 def distinct_labels(names: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Each name, followed by the settings that tell it from others of the same name; what most have goes unsaid."""
+    """Each name, followed by the settings that tell it from others of the same name.
+
+    What most have goes unsaid, and the default where no value has the majority.
+    """
     labels = []
     for name, own in zip(names, settings, strict=True):
         rivals = [other for rival, other in zip(names, settings, strict=True) if rival == name]
         keys = sorted({key for other in rivals for key in other})
-        told = [key for key in keys if json.dumps(own.get(key)) != _usual([other.get(key) for other in rivals])]
+        usual = {key: _usual([other.get(key) for other in rivals], DEFAULTS.get(key)) for key in keys}
+        told = [key for key in keys if json.dumps(own.get(key)) != usual[key]]
         labels.append(", ".join([name, *(f"{key}={own.get(key)}" for key in told)]))
     return labels
 
 
-def _usual(values: Sequence[object]) -> str:
-    """The value that all share, or that more have than any other; empty without one."""
+def _usual(values: Sequence[object], default: object) -> str:
+    """The value that all share, or that more have than any other; without one the default."""
     counts = Counter(json.dumps(value) for value in values).most_common(2)
-    return "" if len(counts) == 2 and counts[0][1] == counts[1][1] else counts[0][0]
+    return json.dumps(default) if len(counts) == 2 and counts[0][1] == counts[1][1] else counts[0][0]
 
 
 def slug(text: str) -> str:
@@ -154,3 +158,6 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value if isinstance(value, str | int | float | bool | None) else str(value)
     return flat
+
+
+DEFAULTS = _flat(asdict(RunConfig()))
