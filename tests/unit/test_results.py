@@ -1,6 +1,7 @@
 """docs/results.md: the tables of packed runs hold the numbers of results/pack, computed here from the ranks alone."""
 
 import csv
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -19,20 +20,27 @@ ROWS = ("default", "nodp", "private")  # cells of the overall tables; other vari
 
 @cache
 def headlines(dataset: str) -> dict[str, list[tuple[float, ...]]]:
-    """By row: for each seed the mean over slices 1..8 of NDCG@10 in every column, and HR@10 of the first."""
+    """By row of the overall table: what `values_of_runs` gives for each seed."""
+    found: dict[str, list[tuple[float, ...]]] = {}
+    for (variant, label), seeds in values_of_runs(dataset).items():
+        if variant in ROWS:
+            found.setdefault(label, []).extend(seeds)
+    return found
+
+
+@cache
+def values_of_runs(dataset: str) -> dict[tuple[str, str], list[tuple[float, ...]]]:
+    """By variant and row: for each seed the mean over slices 1..8 of NDCG@10 in every column, HR@10 of the first."""
     runs = read_packed(ROOT / "results" / "pack" / f"{dataset}.runs.parquet").to_pylist()
     streams = by_index(read_packed(ROOT / "results" / "pack" / f"{dataset}.queries.parquet"))
-    found: dict[str, list[tuple[float, ...]]] = {}
+    found: dict[tuple[str, str], list[tuple[float, ...]]] = {}
     for run in sorted(runs, key=lambda run: str(run["folder"])):
-        if run["folder"].split("/")[2] not in ROWS:
-            continue
         config, queries = from_toml(run["config"]), streams[run["queries"]]
         columns = {name: queries[name].to_numpy() for name in queries.column_names if name not in ("user", "drift")}
         ranks = dict(zip(CANDIDATES, decoded(run["ranks"], columns["repeat"]), strict=True))
         values = [mean_over_slices(ndcg(ranks[kind]), columns, subset) for kind, subset in COLUMNS]
-        found.setdefault(run_label(config), []).append(
-            (*values, mean_over_slices(ranks["sampled"] <= 10, columns, "all"))
-        )
+        hits = mean_over_slices(ranks["sampled"] <= 10, columns, "all")
+        found.setdefault((run["folder"].split("/")[2], run_label(config)), []).append((*values, hits))
     return found
 
 
@@ -55,6 +63,25 @@ def lines(dataset: str) -> list[str]:
     return [
         f"| {name} | " + " | ".join(shown(list(c)) for c in zip(*seeds, strict=True)) + " |" for name, seeds in rows
     ]
+
+
+def ablation_lines() -> list[str]:
+    """ProtoFed-SP on gowalla_1k with one part left out at a time, in the experiment file's order."""
+    asked = tomllib.loads((ROOT / "experiments" / "ablations.toml").read_text(encoding="utf-8"))["variant"]
+    found = {
+        variant: seeds for (variant, label), seeds in values_of_runs("gowalla_1k").items() if "protofed-sp" in label
+    }
+    names = ["default", *(entry["name"] for entry in asked)]
+    return [
+        f"| {name} | {len(found[name])} | " + " | ".join(shown(list(c)) for c in zip(*found[name], strict=True)) + " |"
+        for name in names
+        if name in found
+    ]
+
+
+def test_the_table_of_ablations_is_that_of_the_packed_runs():
+    table = PAGE.partition("| gowalla_1k, left out | seeds |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert table == ablation_lines()
 
 
 def told(cell: dict[str, str] | None, form: str = ",.0f") -> str:

@@ -55,9 +55,9 @@ class Section:
 
 
 def group(runs: Sequence[Run]) -> tuple[Section, ...]:
-    """Sections ordered by title, their rows by label, their runs by seed."""
+    """Sections, those with most rows first, then by title; their rows by label, their runs by seed."""
     sections = [_section(title, members) for title, members in by_stream(runs)]
-    return tuple(sorted(sections, key=lambda section: section.title))
+    return tuple(sorted(sections, key=lambda section: (-len(section.rows), section.title)))
 
 
 def by_stream(runs: Sequence[AnyRun]) -> list[tuple[str, list[AnyRun]]]:

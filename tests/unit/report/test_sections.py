@@ -71,6 +71,12 @@ def test_another_stream_or_another_cohort_is_another_section(tmp_path: Path) -> 
     assert titles == ["other", "toy", "toy, clients=100"]
 
 
+def test_the_fullest_section_comes_first(tmp_path: Path) -> None:
+    for name, dataset, method in (("a", "alpha", "frozen"), ("b", "zeta", "frozen"), ("c", "zeta", "ewc")):
+        write_run(tmp_path / name, flat, dataset=dataset, method=method)
+    assert [section.title for section in sections(tmp_path)] == ["zeta", "alpha"]
+
+
 def test_a_copy_of_a_run_is_left_out_and_named(tmp_path: Path) -> None:
     write_run(tmp_path / "a", flat)
     write_run(tmp_path / "b", flat)
