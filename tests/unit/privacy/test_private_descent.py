@@ -211,7 +211,7 @@ def test_a_penalty_on_the_whole_table_and_what_it_tells_equal_those_of_a_slow_lo
 def test_what_a_loss_needs_is_found_without_anybodys_data():
     plain, penalised = a_loss().needs(LENGTH), a_loss(a_penalty(Notes())).needs(LENGTH)
     assert plain.numbers == 0
-    assert plain.look_ups == ((1, LENGTH), (1, STRIDE), (1, 8))
+    assert plain.look_ups == ((1, LENGTH + STRIDE + 8),)  # tokens, targets and negatives at once
     assert plain.rows_alone
     assert penalised.numbers == 3
     assert penalised.look_ups == (*plain.look_ups, (1, STRIDE))
