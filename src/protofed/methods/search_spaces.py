@@ -69,11 +69,7 @@ SPACES: Mapping[str, Space] = {
     },
     "ewc": {"hyper.strength": STRENGTHS, "hyper.decay": (0.9, 1.0), **SLICE_RATES},
     "si": {"hyper.strength": (0.001, 0.01, 0.1, 1.0, 10.0), "hyper.damping": (1e-3, 0.1), **SLICE_RATES},
-    "mas": {
-        "hyper.strength": (1e-4, 1e-3, 0.01, 0.1, 1.0, 10.0),
-        "hyper.accumulate": ("sum", "average"),
-        **SLICE_RATES,
-    },
+    "mas": {"hyper.strength": WEAK, "hyper.accumulate": ("sum", "average"), **SLICE_RATES},
     "lwf": {"hyper.strength": (0.1, 0.3, 1.0, 3.0), "hyper.temperature": (1.0, 2.0, 5.0), **SLICE_RATES},
     "sail-piw": {"hyper.strength": (0.01, 0.1, 1.0), "hyper.temperature": (1.0, 2.0, 5.0), **SLICE_RATES},
     "er-random": {**BUFFERS, **SLICE_RATES},

@@ -49,7 +49,7 @@ class Priced:
 
 def overall(results: Results) -> Sheet:
     """Accuracy, AF and BWT of every row: mean and standard deviation over seeds, the best row first."""
-    rows = sorted(results.section.rows, key=lambda row: (-_known(results, row), row.label))
+    rows = _best_first(results)
     columns = [Column(f"{c}, {s}", NAMES[m]) for c, s, m in HEADLINE]
     columns += [Column(name, lower_is_better=CONTINUAL[name].lower_is_better) for name in FORGETTING]
     by_column = [
@@ -77,7 +77,7 @@ def differences(results: Results) -> Sheet | None:
         Column(f"{candidates}, {subset}", f"minus {intervals.best}" if intervals.best else "")
         for (candidates, subset), intervals in zip(pairs, found, strict=True)
     ]
-    rows = sorted(results.section.rows, key=lambda row: (-_known(results, row), row.label))
+    rows = _best_first(results)
     return Sheet(
         f"{results.section.slug}-differences",
         f"{results.section.title}: NDCG@10 minus that of the best row, 95 % paired bootstrap interval over users",
@@ -109,7 +109,7 @@ def costs(results: Results) -> Sheet | None:
     columns, cells = cost_block(results.section)
     if not columns:
         return None
-    rows = sorted(results.section.rows, key=lambda row: (-_known(results, row), row.label))
+    rows = _best_first(results)
     return Sheet(
         f"{results.section.slug}-costs",
         f"{results.section.title}: what a client sends and receives in a round, numbers that learn, and seconds of "
@@ -216,6 +216,10 @@ def _records(results: Results) -> Iterator[dict[str, object]]:
 
 def _spread(mean: float, std: float, low: float = math.nan, high: float = math.nan) -> dict[str, object]:
     return {"mean": mean, "std": std, "low95": low, "high95": high}
+
+
+def _best_first(results: Results) -> list[Row]:
+    return sorted(results.section.rows, key=lambda row: (-_known(results, row), row.label))
 
 
 def _known(results: Results, row: Row) -> float:

@@ -7,7 +7,7 @@ import torch
 from torch import Generator, Tensor
 from worlds import random_model
 
-from protofed.backbone.losses import LOSSES, bce, bpr, draw_negatives, sampled_softmax, window_losses
+from protofed.backbone.losses import LOSSES, bce, bpr, draw_negatives, hidden_at, sampled_softmax, window_losses
 from protofed.backbone.sasrec import SASRec
 from protofed.slices.histories import BOS, PAD
 from protofed.slices.windows import NO_TARGET, Windows
@@ -163,3 +163,14 @@ def test_negatives_are_uniform_over_the_items_given():
     assert len(counts) == 7
     assert (counts / drawn.numel()).tolist() == pytest.approx([1 / 7] * 7, abs=0.015)
     assert torch.equal(drawn, draw_negatives(200, 50, 7, Generator().manual_seed(0)))
+
+
+def test_picked_hidden_states_are_those_that_gathering_gives_and_so_are_their_gradients():
+    rng = Generator().manual_seed(0)
+    hidden = torch.randn(5, 7, 4, generator=rng, dtype=torch.float64).requires_grad_(True)
+    sources = torch.randint(7, (5, 9), generator=rng)  # more places than tokens: some are read twice
+    weights = torch.randn(5, 9, 4, generator=rng, dtype=torch.float64)
+    picked, gathered = hidden_at(hidden, sources), hidden.gather(1, sources[..., None].expand(-1, -1, 4))
+    assert torch.equal(picked, gathered)
+    slopes = [torch.autograd.grad((part * weights).sum(), hidden)[0] for part in (picked, gathered)]
+    assert torch.allclose(*slopes, rtol=0, atol=1e-14)

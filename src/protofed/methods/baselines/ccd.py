@@ -319,11 +319,8 @@ class CCD:
             progress=clock,
         )
         learned = BackboneState(model, slice_.index, max(learner.newest_target, fit.newest_target))
-        return (
-            learned,
-            {"replay_loss": 0.0, "replayed_items": 0.0, "soft_label": 0.0} | notes.means(),
-            fit.diagnostics(),
-        )
+        replayed = {"replay_loss": 0.0, "replayed_items": 0.0, "soft_label": 0.0} | notes.means()
+        return learned, replayed, fit.diagnostics()
 
     def _trainable(self, world: World, new: Bool[Tensor, " n"], *, teaches: bool) -> Trainable:
         """Everything; under `peft` the teacher's LoRA and the new rows, or the student's prompt alone."""
