@@ -6,6 +6,7 @@ first steps run as they are, the next one is recorded, and every later one is a 
 therefore depend on its inputs, on tensors that are changed in place, and on generators of the device alone.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -18,6 +19,7 @@ from protofed.slices.histories import PAD
 from protofed.slices.windows import NO_TARGET, Windows, moved, picked
 
 STEPS_AS_THEY_ARE = 3  # libraries choose their kernels and optimisers make their moments in the first ones
+STEPS_AHEAD = 16  # replays that may wait for the GPU; beyond them the process sleeps, and others have its core
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class RecordedSteps:
     device: torch.device
     generators: tuple[Generator, ...] = ()
     recordings: dict[bool, Recording] = field(default_factory=dict)
+    ahead: deque[torch.cuda.Event] = field(default_factory=deque)  # ends of the newest replays, oldest first
 
     def __call__(self, inputs: Inputs) -> None:
         given = columns(padded(inputs, self.shape))
@@ -116,6 +119,14 @@ class RecordedSteps:
         if recording.graph is None:
             recording.graph = self._record(recording)
         recording.graph.replay()
+        self._keep_pace()
+
+    def _keep_pace(self) -> None:
+        """Sleep while too many replays wait: launching into a full queue would spin on a core that others need."""
+        ended = self.ahead.popleft() if len(self.ahead) == STEPS_AHEAD else torch.cuda.Event(blocking=True)
+        ended.synchronize()  # at once where it was never recorded
+        ended.record()
+        self.ahead.append(ended)
 
     def laid(self, windows: Windows, size: int, rng: Generator) -> Iterator[Windows]:
         """The windows in a drawn order, `size` at a time, where the steps will read them."""

@@ -31,7 +31,7 @@ from protofed.client.prompts import PromptState
 from protofed.client.update import Brief, Broadcast, Lesson, LocalRule, client_update, cooled
 from protofed.config import RunConfig
 from protofed.federation.acceptance import VARIANTS, remembered, variant_losses
-from protofed.federation.lessons import ClientData, brief_data, chunks, client_data, negatives_of
+from protofed.federation.lessons import ClientData, brief_data, chunks, client_data, negatives_of, stack_size
 from protofed.federation.simulator import (
     Encoders,
     broadcast,
@@ -146,13 +146,14 @@ def base_devices(
     moments = fresh_moments(table, data, rows)
     shared = nobody_yet(backbone, *shape, settings.embedding)
     brief = base_brief(config, base, data)
-    briefs = in_brief(brief, -(-len(data) // settings.chunk), settings.chunk)
+    size = stack_size(settings.chunk, device)
+    briefs = in_brief(brief, -(-len(data) // size), size)
     for step in range(settings.base_steps):
 
         def draw(windows: Windows, step: int = step) -> Int[Tensor, "W n"]:
             return negatives_of(windows, config.training.negatives, base.n_train_items, seed=config.seed, step=step)
 
-        for (where, windows), short in zip(chunks(data, settings.chunk, device), briefs, strict=True):
+        for (where, windows), short in zip(chunks(data, size, device), briefs, strict=True):
             n = where.stop - where.start
             lesson = Lesson(windows, shared.v.expand(n, -1), *torch.zeros(2, n, device=device))
             state = client_stack(table, data, rows, moments, where, device)
@@ -210,7 +211,8 @@ def newest_hidden(config: RunConfig, backbone: SASRec, rows: OwnRows, data: Clie
     """The backbone's hidden state at the newest query of every base user."""
     parts = []
     active, _ = subset(rows, data.users.to(rows.clients.device))
-    for where, windows in chunks(data, config.protofed.chunk, backbone.items.device):
+    device = backbone.items.device
+    for where, windows in chunks(data, stack_size(config.protofed.chunk, device), device):
         last = torch.cat([windows.users.diff() != 0, torch.ones_like(windows.users[:1], dtype=torch.bool)])
         newest = take(windows, last.nonzero()[:, 0])
         own, _ = rows_of_stack(active, where)
@@ -251,7 +253,7 @@ def observed(
             rng=numpy_stream(config.seed, "base periods"),
         )
         active, _ = subset(rows, data.users.to(rows.clients.device))
-        for where, windows in chunks(data, config.protofed.chunk, device):
+        for where, windows in chunks(data, stack_size(config.protofed.chunk, device), device):
             users = data.users[where]
             own, _ = rows_of_stack(active, where)
             h = query_means(backbone, g, on(own, device), windows, len(users))

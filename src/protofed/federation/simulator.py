@@ -17,7 +17,7 @@ from protofed.client.prompts import PromptState, carry_over, first_contact
 from protofed.client.router import route
 from protofed.client.steps import AdamWState, adamw_start
 from protofed.client.update import Brief, Broadcast, ClientState, Lesson, LocalRule, StepReport, client_update, cooled
-from protofed.federation.lessons import ClientData, chunks, negatives_of
+from protofed.federation.lessons import ClientData, chunks, negatives_of, stack_size
 from protofed.federation.table import ClientTable, drift_of, keep_drift, keep_prompts, prompts_of
 from protofed.privacy.draws import bernoulli, normal
 from protofed.privacy.mechanism import seeded_noise
@@ -91,7 +91,7 @@ def tastes(backbone: SASRec, own: OwnRows, data: ClientData, chunk: int) -> Floa
     device, active = backbone.items.device, subset(own, data.users.to(own.clients.device))[0]
     parts = [
         query_means(backbone, None, on(rows_of_stack(active, where)[0], device), windows, where.stop - where.start)
-        for where, windows in chunks(data, chunk, device)
+        for where, windows in chunks(data, stack_size(chunk, device), device)
     ]
     return torch.cat([torch.zeros(0, backbone.config.width, device=device), *parts])
 
@@ -114,8 +114,9 @@ def simulate_slice(
     Prompts learn from `brief` where it is given: the same clients' events with little context.
     """
     device = backbone.items.device
-    stacks = list(chunks(data, schedule.chunk, torch.device("cpu")))
-    briefs = in_brief(brief, len(stacks), schedule.chunk)
+    size = stack_size(schedule.chunk, device)
+    stacks = list(chunks(data, size, torch.device("cpu")))
+    briefs = in_brief(brief, len(stacks), size)
     active_rows, place = subset(own, data.users.to(own.clients.device))
     lessons = [
         meet(backbone, encoders, library, table, active_rows, data, sessions, where, windows, schedule, rule)

@@ -71,7 +71,7 @@ SPACES: Mapping[str, Space] = {
     "si": {"hyper.strength": (0.001, 0.01, 0.1, 1.0, 10.0), "hyper.damping": (1e-3, 0.1), **SLICE_RATES},
     "mas": {"hyper.strength": WEAK, "hyper.accumulate": ("sum", "average"), **SLICE_RATES},
     "lwf": {"hyper.strength": (0.1, 0.3, 1.0, 3.0), "hyper.temperature": (1.0, 2.0, 5.0), **SLICE_RATES},
-    "sail-piw": {"hyper.strength": (0.01, 0.1, 1.0), "hyper.temperature": (1.0, 2.0, 5.0), **SLICE_RATES},
+    "sail-piw": {"hyper.strength": (0.1, 1.0, 3.0, 10.0), "hyper.temperature": (1.0, 2.0, 5.0), **SLICE_RATES},
     "er-random": {**BUFFERS, **SLICE_RATES},
     "er-freq": {**BUFFERS, "hyper.mode": ("inv_degree", "freq", "sqrt_inv"), **SLICE_RATES},
     "reloop": {"hyper.alpha": (0.1, 0.3, 0.5, 0.7, 0.9), **SLICE_RATES},

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from protofed.backbone.losses import LOSSES
 from protofed.backbone.sasrec import at_rest
-from protofed.federation.lessons import ClientData, chunks
+from protofed.federation.lessons import ClientData, chunks, stack_size
 from protofed.federation.stacked import (
     PROMPT,
     Lesson,
@@ -153,7 +153,7 @@ def one_round(
     dense = torch.zeros(server.layout.size, dtype=torch.float64, device=device)
     table = torch.zeros(len(server.rows), width, dtype=torch.float64, device=device)
     total, seen = 0.0, []
-    for where, windows in chunks(cohort, rounds.chunk, device):
+    for where, windows in chunks(cohort, stack_size(rounds.chunk, device), device):
         users = cohort.users[where].to(device)
         start, end, lesson, loss = cohort_trained(
             world, server, windows, users, slice_, rounds.local, round_, losses_for

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from protofed.backbone.losses import LOSSES
 from protofed.backbone.sasrec import SASRec
-from protofed.federation.lessons import ClientData, chunks
+from protofed.federation.lessons import ClientData, chunks, stack_size
 from protofed.federation.stacked import (
     PROMPT,
     Layout,
@@ -52,7 +52,7 @@ def personalised(
     """Every active client's copy after local steps, pulled towards the server's weights; nothing leaves the devices."""
     training, device = world.config.training, server.model.items.device
     anchor, parts = flat(weights_of(server.model, server.prompt), layout), [start[:0]]
-    for where, windows in chunks(data, chunk, device):
+    for where, windows in chunks(data, stack_size(chunk, device), device):
         key = slice_.index * STEPS_PER_SLICE
         n_items = slice_.n_train_items
         negatives = drawn(windows, local.steps, training.negatives, n_items, seed=world.config.seed, key=key)
@@ -107,8 +107,9 @@ def scored(state: FederatedState, queries: Queries) -> Float[Tensor, "B I"]:
     layout = personal_layout(model, state.prompt)
     common = flat(weights_of(model, state.prompt), layout)
     hidden = [torch.zeros(0, model.config.width, device=device)]
-    for first in range(0, len(queries), QUERIES_AT_ONCE):
-        part = slice(first, first + QUERIES_AT_ONCE)
+    size = stack_size(QUERIES_AT_ONCE, device)
+    for first in range(0, len(queries), size):
+        part = slice(first, first + size)
         copies, _ = copies_of(state, queries.users[part], common)
         hidden.append(stacked_last_hidden(model, layout, copies, queries.tokens[part]))
     return model.scores(torch.cat(hidden), queries.n_items)
