@@ -36,6 +36,20 @@ def test_a_tune_prints_its_trials_writes_its_files_and_its_best_config_runs(tmp_
     assert json.loads(ran.stdout)["method"] == "finetune-last"
 
 
+def test_trials_side_by_side_come_out_as_one_after_the_other(tmp_path):
+    files = {}
+    for jobs in ("1", "2"):
+        out = tmp_path / jobs
+        out.mkdir()
+        done = protofed(*TUNE, "--trials", "3", "--jobs", jobs, cwd=out)
+        assert done.returncode == 0, done.stderr
+        found = [out / "tune" / "trials.csv", *sorted((out / "tune").glob("*/best.toml"))]
+        files[jobs] = [path.read_bytes() for path in found]
+        assert "finetune-last trial 2 (3 of 3)" in done.stderr
+    assert len(files["1"]) == 3
+    assert files["1"] == files["2"]
+
+
 def test_a_trial_that_breaks_stops_neither_the_others_nor_the_next_method(tmp_path, monkeypatch):
     whole = Experiment.run
 
@@ -73,6 +87,7 @@ def write_small_log(root) -> None:
     [
         (["--method", "ewk"], "unknown method 'ewk'; did you mean 'ewc'?"),
         (["--method", "ewc", "--trials", "0"], "--trials must be at least 1, got 0"),
+        (["--method", "ewc", "--jobs", "0"], "--jobs must be at least 1, got 0"),
         (["--method", "ewc", "--slices", "0"], "--slices must be at least 1, got 0"),
         (["--method", "ewc", "--set", "hyper.strenght=1"], "did you mean 'hyper.strength'?"),
         (["--method", "ewc", "--dataset", "small", "--set", "stream.n_slices=2"], "too few for a pseudo base and 3"),

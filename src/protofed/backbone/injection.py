@@ -5,6 +5,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from protofed.slices.histories import PAD
+from protofed.slices.lines import NOBODY
 
 
 def inject(prompt: Float[Tensor, "B L_p d"] | None, tokens: Float[Tensor, "B L d"]) -> Float[Tensor, "B S d"]:
@@ -23,6 +24,15 @@ def visible(tokens: Int[Tensor, "B L"], prompt_length: int) -> Bool[Tensor, "B S
     real = torch.nn.functional.pad(tokens != PAD, (prompt_length, 0), value=True)  # (B, S)
     itself = torch.eye(total, dtype=torch.bool, device=tokens.device)
     mask: Tensor = (causal & real[:, None, :]) | itself
+    return mask
+
+
+def visible_on_lines(windows: Int[Tensor, "R L"]) -> Bool[Tensor, "R L L"]:
+    """Who may look at whom where windows share a line: a token at itself and at what came before it in its window."""
+    length, device = windows.shape[1], windows.device
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    together = (windows[:, :, None] == windows[:, None, :]) & (windows != NOBODY)[:, None, :]
+    mask: Tensor = (causal & together) | torch.eye(length, dtype=torch.bool, device=device)
     return mask
 
 

@@ -1,6 +1,7 @@
 """Recommendation losses at all targets of a window at once; negatives are shared inside a window."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -52,6 +53,29 @@ def hidden_at(hidden: Float[Tensor, "W L d"], sources: Int[Tensor, "W P"]) -> Fl
     return (sources[..., None] == places).to(hidden.dtype) @ hidden
 
 
+def states_at_sources(
+    model: SASRec, windows: Windows, prompt: Float[Tensor, "W L_p d"] | None = None, embed: Embed | None = None
+) -> Float[Tensor, "W P d"]:
+    """The hidden states that the targets are predicted from, whether or not windows share lines."""
+    lines = windows.lines
+    if lines is None or prompt is not None or not model.reads_lines:
+        return hidden_at(model.hidden(windows.tokens, prompt, embed), windows.sources)
+    return hidden_at(model.hidden_on_lines(lines, embed), windows.sources + lines.shift[:, None])
+
+
+def looked_up_at_once(
+    look_up: Embed, tokens: Int[Tensor, "R L"], targets: Int[Tensor, "W P"], negatives: Int[Tensor, "W n"]
+) -> tuple[Float[Tensor, "R L d"], Float[Tensor, "W P d"], Float[Tensor, "W n d"]]:
+    """The rows of all three from one look-up, whose gradient is the dear part."""
+    asked = (tokens, targets, negatives)
+    if len(tokens) == len(targets):
+        read, wanted, others = look_up(torch.cat(asked, dim=1)).split([items.shape[1] for items in asked], dim=1)
+        return read, wanted, others
+    rows = look_up(torch.cat([items.flatten() for items in asked])).split([items.numel() for items in asked])
+    read, wanted, others = (found.unflatten(0, items.shape) for found, items in zip(rows, asked, strict=True))
+    return read, wanted, others
+
+
 def window_losses(
     model: SASRec,
     windows: Windows,
@@ -61,15 +85,14 @@ def window_losses(
     embed: Embed | None = None,
 ) -> tuple[Float[Tensor, " W"], Int[Tensor, " W"]]:
     """Per window the summed loss of its targets and how many there are; a negative that is the target is void."""
-    look_up, asked = embed or model.embed, (windows.tokens, windows.targets, negatives)
-    rows = look_up(torch.cat(asked, dim=1))  # at once: the gradient of a look-up is the dear part
-    read, wanted, others = rows.split([items.shape[1] for items in asked], dim=1)
+    shared = windows.lines if prompt is None and embed is None and model.reads_lines else None
+    tokens, look_up = windows.tokens if shared is None else shared.tokens, embed or model.embed
+    read, wanted, others = looked_up_at_once(look_up, tokens, windows.targets, negatives)
 
     def looked_up(items: Tensor) -> Tensor:  # a backbone may read other tokens than it is given
-        return read if items is windows.tokens else look_up(items)
+        return read if items is tokens else look_up(items)
 
-    hidden = model.hidden(windows.tokens, prompt, looked_up)  # (W, L, d)
-    at_source = hidden_at(hidden, windows.sources)  # (W, P, d)
+    at_source = states_at_sources(model, replace(windows, lines=shared), prompt, looked_up)  # (W, P, d)
     positive = (at_source * wanted).sum(-1)
     against = at_source @ others.transpose(1, 2)  # (W, P, n)
     against = against.masked_fill(negatives[:, None, :] == windows.targets[..., None], -torch.inf)

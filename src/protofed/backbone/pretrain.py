@@ -19,7 +19,7 @@ from protofed.progress import Progress, silent
 from protofed.seeds import stream
 from protofed.slices.stream import SliceStream, TimeSlice
 
-RECIPE = 3  # raise when the warm-up's mathematics changes, so that no old cache is taken for a new one
+RECIPE = 4  # raise when the warm-up's mathematics changes, so that no old cache is taken for a new one
 
 
 def warm_up(

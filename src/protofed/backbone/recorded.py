@@ -16,9 +16,11 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 from protofed.slices.histories import PAD
+from protofed.slices.lines import Lines, columns_of, sent_together, sharing_lines
 from protofed.slices.windows import NO_TARGET, Windows, moved, picked
 
 STEPS_AS_THEY_ARE = 3  # libraries choose their kernels and optimisers make their moments in the first ones
+LINES = 8  # lines that windows share come in multiples of this
 STEPS_AHEAD = 16  # replays that may wait for the GPU; beyond them the process sleeps, and others have its core
 
 
@@ -44,13 +46,18 @@ class Shape:
 
 
 def columns(inputs: Inputs) -> list[Tensor]:
+    """All tensors a step reads; where windows have prompts they do not share lines."""
     batch = inputs.batch
     given = [batch.users, batch.tokens, batch.sources, batch.targets, batch.newest, inputs.negatives]
-    return given if inputs.prompt is None else [*given, inputs.prompt]
+    if inputs.prompt is not None:
+        return [*given, inputs.prompt]
+    return given if batch.lines is None else [*given, *columns_of(batch.lines)]
 
 
 def from_columns(given: list[Tensor]) -> Inputs:
-    return Inputs(Windows(*given[:5]), given[5], given[6] if len(given) > 6 else None)
+    rest = given[6:]
+    lines = Lines(*rest) if len(rest) > 1 else None
+    return Inputs(Windows(*given[:5], lines=lines), given[5], rest[0] if len(rest) == 1 else None)
 
 
 def padded_windows(batch: Windows, shape: Shape) -> Windows:
@@ -76,12 +83,26 @@ def padded(inputs: Inputs, shape: Shape) -> Inputs:
     return Inputs(padded_windows(inputs.batch, shape), negatives, prompt)
 
 
-def in_shape(windows: Windows, size: int, shape: Shape, device: torch.device) -> Iterator[Windows]:
-    """`size` windows at a time in the given shape, views of what is sent to the device at once."""
+def in_shape(
+    windows: Windows, size: int, shape: Shape, device: torch.device, *, share: bool = False
+) -> Iterator[Windows]:
+    """`size` windows at a time in the given shape, views of what is sent to the device at once.
+
+    Windows that `share` lines get them in multiples of LINES, and half the targets where no window needs more: few
+    shapes, so few recordings.
+    """
     n = -(-len(windows) // size) * size
-    whole = moved(padded_windows(windows, replace(shape, windows=n)), device)
-    for start in range(0, n, size):
-        yield picked(whole, slice(start, start + size))
+    here = padded_windows(windows, replace(shape, windows=n))
+    whole, parts = moved(here, device), [slice(start, start + size) for start in range(0, n, size)]
+    if not share:
+        yield from (picked(whole, part) for part in parts)
+        return
+    lines = sent_together([sharing_lines(here.tokens[part], LINES) for part in parts], device)
+    half = -(-shape.targets // 2)
+    for part, laid in zip(parts, lines, strict=True):
+        width = shape.targets if (here.targets[part, half:] != NO_TARGET).any() else half
+        batch = picked(whole, part)
+        yield replace(batch, sources=batch.sources[:, :width], targets=batch.targets[:, :width], lines=laid)
 
 
 @dataclass(slots=True)
@@ -95,21 +116,22 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class RecordedSteps:
-    """`step`, replayed; inputs with and without a prompt are two recordings."""
+    """`step`, replayed; inputs of different shapes, say with and without a prompt, are different recordings."""
 
     step: Step
     shape: Shape
     device: torch.device
     generators: tuple[Generator, ...] = ()
-    recordings: dict[bool, Recording] = field(default_factory=dict)
+    recordings: dict[tuple[torch.Size, ...], Recording] = field(default_factory=dict)
     ahead: deque[torch.cuda.Event] = field(default_factory=deque)  # ends of the newest replays, oldest first
 
     def __call__(self, inputs: Inputs) -> None:
-        given = columns(padded(inputs, self.shape))
-        recording = self.recordings.get(inputs.prompt is None)
+        given = columns(padded(inputs, replace(self.shape, targets=inputs.batch.targets.shape[1])))
+        shapes = tuple(column.shape for column in given)
+        recording = self.recordings.get(shapes)
         if recording is None:
             recording = Recording([torch.empty_like(column, device=self.device) for column in given])
-            self.recordings[inputs.prompt is None] = recording
+            self.recordings[shapes] = recording
         for place, column in zip(recording.given, given, strict=True):
             place.copy_(column, non_blocking=True)
         recording.seen += 1
@@ -128,10 +150,10 @@ class RecordedSteps:
         ended.record()
         self.ahead.append(ended)
 
-    def laid(self, windows: Windows, size: int, rng: Generator) -> Iterator[Windows]:
+    def laid(self, windows: Windows, size: int, rng: Generator, *, share: bool = False) -> Iterator[Windows]:
         """The windows in a drawn order, `size` at a time, where the steps will read them."""
         drawn = picked(windows, torch.randperm(len(windows), generator=rng))
-        return in_shape(drawn, size, self.shape, self.device)
+        return in_shape(drawn, size, self.shape, self.device, share=share)
 
     def _run(self, recording: Recording) -> None:
         """As it is, on a stream of its own, as recording wants it."""

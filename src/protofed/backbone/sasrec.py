@@ -9,13 +9,23 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor, nn
 
-from protofed.backbone.injection import inject, visible
+from protofed.backbone.injection import inject, visible, visible_on_lines
 from protofed.config import BackboneConfig
 from protofed.seeds import seeded
 from protofed.slices.histories import BOS
+from protofed.slices.lines import Lines
 
 Embed = Callable[[Tensor], Tensor]  # items (B, n) -> rows (B, n, d); a client may have rows of its own
 ROW_SCALE = 0.4  # length of a fresh item row: short rows learn faster and over-fit later than unit ones
+
+
+class Dropout(nn.Dropout):
+    """PyTorch's, but on a CPU its draws take a large part of a training step, and uniform numbers a quarter of that."""
+
+    def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        if x.is_cuda or not self.training or not self.p:
+            return super().forward(x)
+        return x * ((torch.rand_like(x) < 1 - self.p) / (1 - self.p))
 
 
 class Block(nn.Module):
@@ -28,7 +38,7 @@ class Block(nn.Module):
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
         self.output = nn.Linear(width, width)
         self.widen, self.narrow = nn.Linear(width, inner), nn.Linear(inner, width)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.after_attention: nn.Module = nn.Identity()  # here and below is where adapters go
         self.after_ffn: nn.Module = nn.Identity()
 
@@ -93,7 +103,7 @@ class SASRec(nn.Module):
         inner = config.ffn_width * d
         self.blocks = nn.ModuleList(Block(d, config.heads, inner, config.dropout) for _ in range(config.layers))
         self.norm = nn.LayerNorm(d)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
         self.register_buffer("has_row", torch.ones(n_rows, dtype=torch.bool))
         self.register_buffer("mean_row", torch.zeros(d))
         self.register_module("prompt", None)
@@ -129,8 +139,7 @@ class SASRec(nn.Module):
 
     def token_inputs(self, tokens: Int[Tensor, "B L"], embed: Embed | None = None) -> Float[Tensor, "B L d"]:
         """Input vectors of history tokens: item row or BOS, scaled, plus the position counted from the right end."""
-        x = torch.where((tokens == BOS)[..., None], self.bos, (embed or self.embed)(tokens))
-        return x * math.sqrt(self.config.width) + self.positions[-tokens.shape[1] :]
+        return self._scaled(tokens, embed) + self.positions[-tokens.shape[1] :]
 
     def hidden(
         self,
@@ -142,6 +151,21 @@ class SASRec(nn.Module):
         for block, prefix in zip(self.blocks, self._prefixes(), strict=True):
             x = block(x, mask, prefix=prefix)
         return self.norm(x[:, -tokens.shape[1] :])  # type: ignore[no-any-return]
+
+    @property
+    def reads_lines(self) -> bool:
+        """Whether windows may share a line: not where each has a prompt of its own in front, or reads other tokens."""
+        return type(self) is SASRec and self.prompt is None
+
+    def hidden_on_lines(self, lines: Lines, embed: Embed | None = None) -> Float[Tensor, "W L d"]:
+        """`hidden` of windows that share lines; a window's states stand `shift` columns away from where they would."""
+        places = F.one_hot(lines.places, lines.tokens.shape[1]).to(self.positions.dtype)  # exact, and so its gradient
+        x = self._scaled(lines.tokens, embed) + places @ self.positions[-lines.tokens.shape[1] :]
+        x, mask = self.dropout(x), visible_on_lines(lines.windows)
+        for block, prefix in zip(self.blocks, self._prefixes(), strict=True):
+            x = block(x, mask, prefix=prefix)
+        which = F.one_hot(lines.line, len(x)).to(x.dtype)
+        return (which @ self.norm(x).flatten(1)).unflatten(1, x.shape[1:])  # type: ignore[no-any-return]
 
     def last_hidden(
         self,
@@ -172,6 +196,11 @@ class SASRec(nn.Module):
         """The typical length of an input token: what prompts are rescaled to."""
         lengths: Tensor = self.items.detach()[self.has_row].norm(dim=-1)
         return lengths.mean() * math.sqrt(self.config.width)
+
+    def _scaled(self, tokens: Int[Tensor, "B L"], embed: Embed | None) -> Float[Tensor, "B L d"]:
+        """Item rows or BOS, scaled."""
+        x = torch.where((tokens == BOS)[..., None], self.bos, (embed or self.embed)(tokens))
+        return x * math.sqrt(self.config.width)
 
     def _prefixes(self) -> Iterable[Tensor | None]:
         """Keys and values in front of each block's own."""

@@ -24,8 +24,9 @@ from protofed.config import TrainingConfig
 from protofed.progress import Progress, silent
 from protofed.seeds import numpy_stream, seeded, stream
 from protofed.slices.histories import Histories
+from protofed.slices.lines import worth_sharing
 from protofed.slices.stream import TimeSlice
-from protofed.slices.windows import Windows, batches, moved, training_windows, trimmed
+from protofed.slices.windows import Windows, batches, moved, on_lines, training_windows, trimmed
 
 WindowLosses = Callable[[Windows], tuple[Float[Tensor, " W"], Int[Tensor, " W"]]]
 ParameterGroups = list[dict[str, Any]]  # as PyTorch's optimisers take them
@@ -161,9 +162,9 @@ def train(
 
 
 def adamw(groups: ParameterGroups, rate: float, decay: float, device: torch.device) -> torch.optim.AdamW:
-    """The optimiser; on a GPU the form that can be recorded."""
-    recordable: dict[str, Any] = {"capturable": True, "fused": True} if device.type == "cuda" else {}
-    return torch.optim.AdamW(groups, lr=rate, weight_decay=decay, betas=(0.9, 0.98), **recordable)
+    """The optimiser in one pass over all weights; on a GPU the form that can be recorded."""
+    recordable = device.type == "cuda"
+    return torch.optim.AdamW(groups, lr=rate, weight_decay=decay, betas=(0.9, 0.98), fused=True, capturable=recordable)
 
 
 def step_of(
@@ -238,11 +239,11 @@ def run_epoch(
     purpose = (task.slice_.index, epoch)
     order, draws = stream(seed, "order", *purpose), stream(seed, "negatives", *purpose)
     steps, size = 0, config.batch_size
-    laid = (
-        step.laid(windows, size, order)
-        if isinstance(step, RecordedSteps)
-        else map(trimmed, batches(windows, size, order))
-    )
+    share = model.reads_lines and worth_sharing(windows.tokens)
+    if isinstance(step, RecordedSteps):
+        laid = step.laid(windows, size, order, share=share)
+    else:
+        laid = (on_lines(batch) if share else batch for batch in map(trimmed, batches(windows, size, order)))
     with seeded(seed, "dropout", *purpose):
         for batch in laid:
             n = min(size, len(windows) - steps * size)

@@ -3,8 +3,9 @@
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -28,10 +29,19 @@ from protofed.experiments.tuning import (
     write_best,
     write_tables,
 )
+from protofed.experiments.workers import side_by_side
 from protofed.methods.search_spaces import space_of
 from protofed.progress import silent
 
 OBJECTIVE = "mean over pseudo-slices t of A[t, t]: NDCG@10 of the test part, sampled candidates, all events"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A trial as a worker is asked for it."""
+
+    method: str
+    trial: int
 
 
 def tune(
@@ -46,6 +56,7 @@ def tune(
     variant: Annotated[str | None, typer.Option(help="standard or peft")] = None,
     clients: Annotated[int | None, typer.Option(help="keep so many users; 0 keeps all")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="key=value for all trials; not searched")] = None,
+    jobs: Annotated[int, typer.Option(help="trials at once, each on one thread where there are several")] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
     cache: Annotated[Path, typer.Option(help="folder where warm-ups are kept")] = CACHE,
     as_json: Annotated[bool, typer.Option("--json", help="print results as JSON")] = False,
@@ -54,14 +65,21 @@ def tune(
     if out is None or not method:
         missing, example = ("--out", "--out runs/tune") if out is None else ("--method", "--method ewc")
         raise ConfigError(f"{missing} is missing, e.g. {example}")
+    if jobs < 1:
+        raise ConfigError(f"--jobs must be at least 1, got {jobs}")
     flags: dict[str, object] = {"preset": preset_name, "variant": variant, "clients": clients}
     flags = {"dataset": dataset, "seed": seed, **{key: value for key, value in flags.items() if value is not None}}
-    searches = planned(flags, settings or [], list(dict.fromkeys(method)), root, slices, trials)
+    plan = partial(planned, flags, settings or [], list(dict.fromkeys(method)), root, slices, trials)
+    searches = plan()
     asked = {**flags, "trials": trials, "slices": slices, "set": dict(map(parse_override, settings or []))}
     claim_folder(out, asked | {"events": searches[0].fingerprint})
     where, console = pick_device(device), Console(stderr=True)
-    for search in searches:
-        run_all(search, out, cache, where, console)
+    command = shlex.join(["protofed", *sys.argv[1:]])
+    if jobs == 1:
+        for search in searches:
+            run_all(search, out, cache, where, console, command)
+    else:
+        run_side_by_side(searches, partial(able_to_try, plan, out, cache, where, command), out, console, jobs)
     found = {search.config.method: write_best(search, out) for search in searches}
     outcomes = [outcome for outcome in write_tables(out) if outcome.method in found]
     print(json.dumps(summary(found, outcomes), indent=2)) if as_json else print_table(found, outcomes, out, root)
@@ -80,21 +98,56 @@ def planned(
     return [tuning(config, log, n_slices=slices, n_trials=trials, held=held) for config in configs]
 
 
-def run_all(search: Tuning, out: Path, cache: Path, device: torch.device, console: Console) -> None:
+def run_all(search: Tuning, out: Path, cache: Path, device: torch.device, console: Console, command: str) -> None:
     """Each trial that is not over yet, with a line for each; tables and best.toml are rewritten after every one."""
-    name, total = search.config.method, len(search.trials)
-    if not space_of(name, search.config.variant, private=search.config.privacy.wrap):
-        console.print(f"{name}: nothing to tune; one trial, its defaults", highlight=False)
+    say_if_nothing(search, console)
     for trial in search.trials:
         with shown(console) as bars:
             progress = bars if console.is_terminal else silent
-            command = shlex.join(["protofed", *sys.argv[1:]])
             outcome = run_trial(search, trial, out, cache, device, command=command, progress=progress)
-        write_tables(out)
-        best = write_best(search, out)
-        said = outcome.failed or f"{outcome.objective:.4f}"
-        so_far = f"; best {best.objective:.4f}, trial {best.trial}" if best else ""
-        console.print(f"{name} trial {trial.number} ({trial.number + 1} of {total}): {said}{so_far}", highlight=False)
+        noted(search, outcome, out, console)
+
+
+def run_side_by_side(
+    searches: Sequence[Tuning], teach: Callable[[], Callable[[Asked], Outcome]], out: Path, console: Console, jobs: int
+) -> None:
+    """The same trials on worker processes; they do not depend on each other, so neither does what comes of them."""
+    by_method = {search.config.method: search for search in searches}
+    for search in searches:
+        say_if_nothing(search, console)
+    asked = [Asked(name, trial.number) for name, search in by_method.items() for trial in search.trials]
+    for what, outcome in side_by_side(asked, teach, jobs, one_first=True):
+        noted(by_method[what.method], outcome, out, console)
+
+
+def able_to_try(
+    plan: Callable[[], list[Tuning]], out: Path, cache: Path, device: torch.device, command: str
+) -> Callable[[Asked], Outcome]:
+    """What a worker learns once: the log and every search on it."""
+    torch.set_num_threads(1)
+    searches = {search.config.method: search for search in plan()}
+
+    def outcome_of(asked: Asked) -> Outcome:
+        search = searches[asked.method]
+        return run_trial(search, search.trials[asked.trial], out, cache, device, command=command)
+
+    return outcome_of
+
+
+def say_if_nothing(search: Tuning, console: Console) -> None:
+    name = search.config.method
+    if not space_of(name, search.config.variant, private=search.config.privacy.wrap):
+        console.print(f"{name}: nothing to tune; one trial, its defaults", highlight=False)
+
+
+def noted(search: Tuning, outcome: Outcome, out: Path, console: Console) -> None:
+    """Tables and best.toml rewritten after a trial, and a line about it."""
+    write_tables(out)
+    best = write_best(search, out)
+    name, total, number = search.config.method, len(search.trials), outcome.trial
+    said = outcome.failed or f"{outcome.objective:.4f}"
+    so_far = f"; best {best.objective:.4f}, trial {best.trial}" if best else ""
+    console.print(f"{name} trial {number} ({number + 1} of {total}): {said}{so_far}", highlight=False)
 
 
 def summary(found: Mapping[str, Outcome | None], outcomes: Sequence[Outcome]) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Training examples: windows of a user's tokens with every target inside them learned at once."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -9,6 +9,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from protofed.slices.histories import Histories, leading_padding, tokens_ending_at
+from protofed.slices.lines import Lines, sharing_lines
+from protofed.slices.lines import moved as moved_lines
 
 NO_TARGET = -1
 
@@ -26,6 +28,9 @@ class Windows:
     sources: Int[Tensor, "W P"]
     targets: Int[Tensor, "W P"]  # NO_TARGET pads
     newest: Int[Tensor, " W"]
+    lines: Lines | None = field(
+        default=None, kw_only=True
+    )  # the same tokens, several windows on a line; picking drops it
 
     def __len__(self) -> int:
         return len(self.users)
@@ -145,10 +150,16 @@ def trimmed(windows: Windows) -> Windows:
     """The same windows without token columns that only pad; short histories then cost little."""
     padding = leading_padding(windows.tokens)
     sources = (windows.sources - padding).clamp(min=0)  # a padded target's source stays a valid place
-    return replace(windows, tokens=windows.tokens[:, padding:], sources=sources)
+    return replace(windows, tokens=windows.tokens[:, padding:], sources=sources, lines=None)
+
+
+def on_lines(windows: Windows) -> Windows:
+    """The same windows with their tokens laid out on as few lines as they fit on."""
+    return replace(windows, lines=sharing_lines(windows.tokens))
 
 
 def moved(windows: Windows, device: torch.device | str) -> Windows:
     """The same windows on another device."""
     columns = (windows.users, windows.tokens, windows.sources, windows.targets, windows.newest)
-    return Windows(*(column.to(device, non_blocking=True) for column in columns))
+    lines = None if windows.lines is None else moved_lines(windows.lines, device)
+    return Windows(*(column.to(device, non_blocking=True) for column in columns), lines=lines)

@@ -1,13 +1,12 @@
 """Whose windows a slice holds, how they are cut into chunks, and draws no chunk can change; against plain loops."""
 
 from collections import Counter
-from dataclasses import fields
 
 import numpy as np
 import pytest
 import torch
 
-from protofed.federation.lessons import ClientData, chunks, client_data, negatives_of, session_starts
+from protofed.federation.lessons import ClientData, chunks, client_data, negatives_of, session_starts, stack_size
 from protofed.privacy.draws import uniform
 from protofed.slices.histories import PAD, Histories, histories
 from protofed.slices.windows import NO_TARGET, Windows, training_windows
@@ -121,9 +120,15 @@ def test_a_chunk_of_short_histories_is_narrow():
 
 def test_chunks_leave_the_data_as_it_was():
     data = the_data(a_log(3), np.arange(200))
-    before = {f.name: getattr(data.windows, f.name).clone() for f in fields(data.windows)}
+    columns = ("users", "tokens", "sources", "targets", "newest")
+    before = {name: getattr(data.windows, name).clone() for name in columns}
     list(chunks(data, 3, CPU))
     assert all(torch.equal(getattr(data.windows, name), column) for name, column in before.items())
+
+
+def test_a_gpu_takes_more_clients_at_once_than_a_core():
+    assert stack_size(64, CPU) == 64
+    assert stack_size(64, torch.device("cuda")) == 512
 
 
 def slow_negatives(newest: int, n: int, n_items: int, seed: int, step: int) -> list[int]:

@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from protofed.backbone.extras import Extra, Lots, Notes, uniform_items
-from protofed.backbone.losses import hidden_at
+from protofed.backbone.losses import states_at_sources
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend
 from protofed.errors import ConfigError
@@ -59,10 +59,6 @@ def pointwise_correction(
     lost = (last.positive.sigmoid() - new.positive.sigmoid()).clamp(min=0) * known
     gained = (new.negative.sigmoid() - last.negative.sigmoid()).clamp(min=0) * valid
     return lost + gained.sum(-1) / valid.sum(-1).clamp(min=1), gained
-
-
-def at_sources(model: SASRec, batch: Windows) -> Float[Tensor, "W P d"]:
-    return hidden_at(model.hidden(batch.tokens), batch.sources)
 
 
 def scores_of(model: SASRec, batch: Windows, hidden: Float[Tensor, "W P d"], negatives: Int[Tensor, "W P n"]) -> Scores:
@@ -115,13 +111,13 @@ class ReLoop:
 
         def losses(model: SASRec, batch: Windows, lots: Lots, notes: Notes) -> Float[Tensor, " W"]:
             with torch.no_grad():
-                hidden = at_sources(last, batch)
+                hidden = states_at_sources(last, batch)
                 negatives = mixed_negatives(last, hidden, self.negatives, self.pool, slice_.n_train_items, lots)
                 before = scores_of(last, batch, hidden, negatives)
             real = batch.targets != NO_TARGET
             valid = last.knows(negatives) & (negatives != batch.targets[..., None]) & real[..., None]
             known = last.knows(batch.targets)
-            now = scores_of(model, batch, at_sources(model, batch), negatives)
+            now = scores_of(model, batch, states_at_sources(model, batch), negatives)
             if pointwise:
                 per_target, pairs = pointwise_correction(now, before, known, valid)
             else:
