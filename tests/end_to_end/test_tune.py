@@ -87,6 +87,7 @@ def write_small_log(root) -> None:
     [
         (["--method", "ewk"], "unknown method 'ewk'; did you mean 'ewc'?"),
         (["--method", "ewc", "--trials", "0"], "--trials must be at least 1, got 0"),
+        (["--method", "ewc", "--known", "none.csv"], "no file at --known none.csv"),
         (["--method", "ewc", "--jobs", "0"], "--jobs must be at least 1, got 0"),
         (["--method", "ewc", "--slices", "0"], "--slices must be at least 1, got 0"),
         (["--method", "ewc", "--set", "hyper.strenght=1"], "did you mean 'hyper.strength'?"),

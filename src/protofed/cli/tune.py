@@ -25,6 +25,7 @@ from protofed.experiments.tuning import (
     as_flags,
     claim_folder,
     run_trial,
+    take_over,
     tuning,
     write_best,
     write_tables,
@@ -56,6 +57,7 @@ def tune(
     variant: Annotated[str | None, typer.Option(help="standard or peft")] = None,
     clients: Annotated[int | None, typer.Option(help="keep so many users; 0 keeps all")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="key=value for all trials; not searched")] = None,
+    known: Annotated[Path | None, typer.Option(help="trials.csv of an earlier search: not repeated here")] = None,
     jobs: Annotated[int, typer.Option(help="trials at once, each on one thread where there are several")] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
     cache: Annotated[Path, typer.Option(help="folder where warm-ups are kept")] = CACHE,
@@ -65,6 +67,8 @@ def tune(
     if out is None or not method:
         missing, example = ("--out", "--out runs/tune") if out is None else ("--method", "--method ewc")
         raise ConfigError(f"{missing} is missing, e.g. {example}")
+    if known is not None and not known.is_file():
+        raise ConfigError(f"no file at --known {known}; give the trials.csv of an earlier search")
     if jobs < 1:
         raise ConfigError(f"--jobs must be at least 1, got {jobs}")
     flags: dict[str, object] = {"preset": preset_name, "variant": variant, "clients": clients}
@@ -74,6 +78,9 @@ def tune(
     asked = {**flags, "trials": trials, "slices": slices, "set": dict(map(parse_override, settings or []))}
     claim_folder(out, asked | {"events": searches[0].fingerprint})
     where, console = pick_device(device), Console(stderr=True)
+    if known is not None:
+        taken = sum(take_over(search, known, out) for search in searches)
+        console.print(f"{taken} trials of {known} were made with the same and are taken over", highlight=False)
     command = shlex.join(["protofed", *sys.argv[1:]])
     if jobs == 1:
         for search in searches:

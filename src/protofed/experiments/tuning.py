@@ -16,7 +16,7 @@ import json
 import math
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ TRIALS_SCHEMA = pa.schema(
         ("ndcg@10", pa.float64()),
         ("failed", pa.string()),
         ("settings", pa.string()),
+        ("made_with", pa.string()),
     ]
 )
 
@@ -69,6 +70,7 @@ class Outcome:
     settings: Mapping[str, Value]
     objective: float | None
     failed: str = ""
+    made_with: str = ""  # a name for everything it was run with
 
     @property
     def counts(self) -> bool:
@@ -163,9 +165,36 @@ def run_trial(
     experiment = Experiment(pseudo_config(search, config), search.pseudo_log, cache, command=command)
     experiment = replace(experiment, device=device) if device is not None else experiment
     outcome, trace = attempted(experiment, trial, folder, progress)
-    note = asdict(outcome) | {"made_with": digest(search, config), "traceback": trace}
-    write_text(note_of(folder), json.dumps(note, indent=2) + "\n")
+    outcome = replace(outcome, made_with=digest(search, config))
+    write_note(folder, outcome, trace)
     return outcome
+
+
+def write_note(folder: Path, outcome: Outcome, trace: str = "") -> None:
+    """The trial is over: from now on it is read, not run."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    write_text(note_of(folder), json.dumps(asdict(outcome) | {"traceback": trace}, indent=2) + "\n")
+
+
+def take_over(search: Tuning, trials: Path, out: Path) -> int:
+    """How many trials of another folder's trials.csv count here too: those made with the same, to the last setting."""
+    taken = 0
+    with open(trials, encoding="utf-8", newline="") as file:
+        reader = csv.DictReader(file)
+        if missing := {*TRIALS_SCHEMA.names} - {*(reader.fieldnames or ())}:
+            raise RunFolderError(
+                f"{trials} has no column {min(missing)}; give the trials.csv that `protofed tune` wrote"
+            )
+        rows = {(row["method"], row["made_with"]): row for row in reader}
+    for trial in search.trials:
+        folder, made_with = trial_folder(search, trial, out), digest(search, override(search.config, trial.settings))
+        row = rows.get((search.config.method, made_with))
+        if row is None or row["failed"] or note_of(folder).is_file():
+            continue
+        method, value = search.config.method, float(row["ndcg@10"])
+        write_note(folder, Outcome(method, trial.number, dict(trial.settings), value, made_with=made_with))
+        taken += 1
+    return taken
 
 
 def attempted(experiment: Experiment, trial: Trial, folder: Path, progress: Progress) -> tuple[Outcome, str]:
@@ -280,7 +309,7 @@ def outcomes_in(out: Path) -> list[Outcome]:
 def write_tables(out: Path) -> list[Outcome]:
     """trials.csv and trials.parquet of everything that is over; nothing in them depends on the clock."""
     outcomes = outcomes_in(out)
-    rows = [(o.method, o.trial, o.objective, o.failed, as_flags(o.settings)) for o in outcomes]
+    rows = [(o.method, o.trial, o.objective, o.failed, as_flags(o.settings), o.made_with) for o in outcomes]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(TRIALS_SCHEMA.names)
@@ -338,4 +367,4 @@ def _read_note(path: Path) -> dict[str, Any]:
 
 
 def _outcome(note: Mapping[str, Any]) -> Outcome:
-    return Outcome(note["method"], note["trial"], note["settings"], note["objective"], note["failed"])
+    return Outcome(**{key: note[key] for key in (field.name for field in fields(Outcome))})
