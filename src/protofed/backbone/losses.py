@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 from protofed.backbone.extras import Streamed, uniform_items
-from protofed.backbone.sasrec import Embed, SASRec
+from protofed.backbone.sasrec import Embed, SASRec, one_hot
 from protofed.slices.windows import NO_TARGET, Windows
 
 ElementLoss = Callable[[Tensor, Tensor], Tensor]  # positive (B, P), negatives (B, P, n; -inf where void) -> (B, P)
@@ -44,13 +44,8 @@ def draw_negatives(n_windows: int, n: int, n_items: int, rng: Generator) -> Int[
 
 
 def hidden_at(hidden: Float[Tensor, "W L d"], sources: Int[Tensor, "W P"]) -> Float[Tensor, "W P d"]:
-    """The hidden states at these places of each window.
-
-    A product with zeros and ones: exact, and its gradient is one too, where that of `gather` has to be sorted first on
-    a GPU to come out the same twice.
-    """
-    places = torch.arange(hidden.shape[1], device=hidden.device)
-    return (sources[..., None] == places).to(hidden.dtype) @ hidden
+    """The hidden states at these places of each window."""
+    return one_hot(sources, hidden.shape[1], hidden) @ hidden
 
 
 def states_at_sources(

@@ -19,6 +19,15 @@ Embed = Callable[[Tensor], Tensor]  # items (B, n) -> rows (B, n, d); a client m
 ROW_SCALE = 0.4  # length of a fresh item row: short rows learn faster and over-fit later than unit ones
 
 
+def one_hot(index: Int[Tensor, "*shape"], n: int, like: Tensor) -> Float[Tensor, "*shape n"]:
+    """Rows of zeros with a one at each index; an index outside has none.
+
+    A product with it picks exactly, and its gradient is a product again, where that of `gather` has to be sorted first
+    on a GPU to come out the same twice.
+    """
+    return (index[..., None] == torch.arange(n, device=index.device)).to(like.dtype)
+
+
 class Dropout(nn.Dropout):
     """PyTorch's, but on a CPU its draws take a large part of a training step, and uniform numbers a quarter of that."""
 
@@ -159,13 +168,13 @@ class SASRec(nn.Module):
 
     def hidden_on_lines(self, lines: Lines, embed: Embed | None = None) -> Float[Tensor, "W L d"]:
         """`hidden` of windows that share lines; a window's states stand `shift` columns away from where they would."""
-        places = F.one_hot(lines.places, lines.tokens.shape[1]).to(self.positions.dtype)  # exact, and so its gradient
-        x = self._scaled(lines.tokens, embed) + places @ self.positions[-lines.tokens.shape[1] :]
+        positions = self.positions[-lines.tokens.shape[1] :]
+        x = self._scaled(lines.tokens, embed) + one_hot(lines.places, len(positions), positions) @ positions
         x, mask = self.dropout(x), visible_on_lines(lines.windows)
         for block, prefix in zip(self.blocks, self._prefixes(), strict=True):
             x = block(x, mask, prefix=prefix)
-        which = F.one_hot(lines.line, len(x)).to(x.dtype)
-        return (which @ self.norm(x).flatten(1)).unflatten(1, x.shape[1:])  # type: ignore[no-any-return]
+        whole: Tensor = one_hot(lines.line, len(x), x) @ self.norm(x).flatten(1)  # each window's line
+        return whole.unflatten(1, x.shape[1:])
 
     def last_hidden(
         self,

@@ -1,0 +1,111 @@
+"""The tables of docs/results.md that hold packed runs, rewritten in place from results/overall.csv and results/pack.
+
+python scripts/results_page.py            # `make report` does it after the export
+"""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from protofed.config import from_toml, run_label
+from protofed.evaluation.ranking import hit_rate, ndcg
+from protofed.experiments.packed import CANDIDATES, by_index, decoded, read_packed
+
+ROOT = Path(__file__).parents[1]
+PAGE, EXPORT, PACK = (ROOT / path for path in ("docs/results.md", "results/overall.csv", "results/pack"))
+DATASETS = ("gowalla_1k", "yelp")
+CELLS = ("default", "nodp", "private")  # of the overall tables; other variants have tables of their own
+ACCURACY = (
+    *(("ndcg@10", *pair) for pair in (("sampled", "all"), ("sampled", "novel"), ("sampled", "repeat"))),
+    *(("ndcg@10", "full", "all"), ("ndcg@10", "full", "novel"), ("hr@10", "sampled", "all")),
+)
+METRICS = {"ndcg@10": ndcg, "hr@10": hit_rate}
+COSTS = ("bytes_up", "bytes_down", "trainable_parameters", "trainable_parameters_per_user", "learn")
+
+Values = list[float]  # one for each seed
+
+
+def accuracies(dataset: str) -> dict[str, list[Values]]:
+    """By row of the overall table, best first: every column of ACCURACY, mean of A[t, t], from the packed ranks."""
+    streams = by_index(read_packed(PACK / f"{dataset}.queries.parquet"))
+    seeds: dict[str, list[list[float]]] = {}
+    for run in read_packed(PACK / f"{dataset}.runs.parquet").to_pylist():
+        if run["folder"].split("/")[2] in CELLS:
+            seeds.setdefault(run_label(from_toml(run["config"])), []).append(columns_of(run, streams[run["queries"]]))
+    found = {name: [list(column) for column in zip(*each, strict=True)] for name, each in seeds.items()}
+    return dict(sorted(found.items(), key=lambda row: -mean(row[1][0])))
+
+
+def columns_of(run: dict[str, Any], queries: pa.Table) -> list[float]:
+    asked = {name: queries[name].to_numpy() for name in ("slice", "all", "novel", "repeat")}
+    ranks = dict(zip(CANDIDATES, decoded(run["ranks"], asked["repeat"]), strict=True))
+    slices = [t for t in np.unique(asked["slice"]) if t > 0]
+    found = []
+    for metric, kind, subset in ACCURACY:
+        values = METRICS[metric](torch.from_numpy(ranks[kind].astype(np.int64)), 10).numpy()
+        chosen = asked[subset].astype(bool)
+        found.append(mean([float(values[chosen & (asked["slice"] == t)].mean()) for t in slices]))
+    return found
+
+
+def accuracy_lines(dataset: str) -> list[str]:
+    rows = accuracies(dataset)
+    best = [max(mean(row[place]) for row in rows.values()) for place in range(len(ACCURACY))]
+
+    def shown(values: Values, place: int) -> str:
+        if len(values) == 1:
+            return f"{values[0]:.3f} (one seed)"
+        text = f"{mean(values):.3f} ± {stdev(values):.3f}"
+        return f"**{text}**" if mean(values) == best[place] else text
+
+    return [
+        f"| {name} | " + " | ".join(shown(values, place) for place, values in enumerate(row)) + " |"
+        for name, row in rows.items()
+    ]
+
+
+def cost_lines(dataset: str) -> list[str]:
+    """Intervals, forgetting and costs, from the export."""
+    export: dict[str, dict[tuple[str, str, str], dict[str, str]]] = {}
+    with EXPORT.open(encoding="utf-8", newline="") as file:
+        for line in csv.DictReader(file):
+            if line["dataset"] == dataset and line["table"] in ("accuracy", "continual", "cost"):
+                export.setdefault(line["method"], {})[line["quantity"], line["candidates"], line["subset"]] = line
+
+    def told(name: str, key: tuple[str, str, str], form: str) -> str:
+        cell = export[name].get(key, {"mean": ""})
+        return f"{float(cell['mean']):{form}}" if cell["mean"] else "–"
+
+    made = []
+    for name in accuracies(dataset):
+        both = (export[name][metric, "sampled", "all"] for metric in ("ndcg@10", "hr@10"))
+        cells = [f"[{float(cell['low95']):.3f}, {float(cell['high95']):.3f}]" for cell in both]
+        cells += [told(name, (quantity, "sampled", "all"), ".3f") for quantity in ("AF", "BWT")]
+        cells += [told(name, (quantity, "", ""), ",.0f") for quantity in COSTS]
+        made.append(f"| {name} | " + " | ".join(cells) + " |")
+    return made
+
+
+TABLES: dict[str, Callable[[str], list[str]]] = {"every method": accuracy_lines, "forgetting and costs": cost_lines}
+
+
+def rewritten(page: str) -> str:
+    for dataset in DATASETS:
+        for title, lines in TABLES.items():
+            before, head, rest = page.partition(f"| {dataset}, {title} |")
+            if not head:
+                raise SystemExit(f"docs/results.md has no table that begins with | {dataset}, {title} |")
+            old, _, after = rest.partition("\n\n")
+            top = old.splitlines()[:2]  # what is left of the head, and the rule below it
+            page = "\n".join([before + head + top[0], top[1], *lines(dataset)]) + "\n\n" + after
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
