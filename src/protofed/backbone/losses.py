@@ -58,6 +58,14 @@ def states_at_sources(
     return hidden_at(model.hidden_on_lines(lines, embed), windows.sources + lines.shift[:, None])
 
 
+def last_states(model: SASRec, windows: Windows) -> Float[Tensor, "W d"]:
+    """The hidden state at each window's newest token, whether or not windows share lines."""
+    lines, last = windows.lines, windows.tokens.shape[1] - 1
+    if lines is None or not model.reads_lines:
+        return model.last_hidden(windows.tokens)
+    return hidden_at(model.hidden_on_lines(lines), (lines.shift + last)[:, None])[:, 0]
+
+
 def looked_up_at_once(
     look_up: Embed, tokens: Int[Tensor, "R L"], targets: Int[Tensor, "W P"], negatives: Int[Tensor, "W n"]
 ) -> tuple[Float[Tensor, "R L d"], Float[Tensor, "W P d"], Float[Tensor, "W n d"]]:

@@ -174,7 +174,8 @@ class SASRec(nn.Module):
         for block, prefix in zip(self.blocks, self._prefixes(), strict=True):
             x = block(x, mask, prefix=prefix)
         whole: Tensor = one_hot(lines.line, len(x), x) @ self.norm(x).flatten(1)  # each window's line
-        return whole.unflatten(1, x.shape[1:])
+        own: Tensor = whole.unflatten(1, x.shape[1:])
+        return own
 
     def last_hidden(
         self,

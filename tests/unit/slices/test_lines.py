@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from worlds import LENGTH, random_model, tiny_config, tiny_stream
 
 from protofed.backbone.injection import visible, visible_on_lines
-from protofed.backbone.losses import LOSSES, draw_negatives, window_losses
+from protofed.backbone.losses import LOSSES, draw_negatives, last_states, states_at_sources, window_losses
 from protofed.backbone.recorded import Inputs, RecordedSteps, Shape, columns, from_columns
 from protofed.backbone.training import PlainDescent, Task, train
 from protofed.seeds import stream
@@ -88,6 +88,16 @@ def test_windows_on_lines_have_the_losses_and_gradients_of_windows_alone(loss):
     assert torch.allclose(found[0][0], found[1][0], rtol=1e-5)
     for one, other in zip(found[0][2], found[1][2], strict=True):
         assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_states_of_windows_on_lines_are_those_of_windows_alone():
+    model = random_model(SLICE.n_train_items, history_length=LENGTH)
+    alone = some_windows()
+    together = on_lines(alone)
+    real = alone.targets != NO_TARGET
+    assert torch.allclose(last_states(model, together), model.last_hidden(alone.tokens), atol=1e-6)
+    one, other = (states_at_sources(model, windows)[real] for windows in (together, alone))
+    assert torch.allclose(one, other, atol=1e-6)
 
 
 def test_a_given_prompt_or_table_is_read_window_by_window():

@@ -34,6 +34,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from protofed.backbone.extras import Extra, Lots, Notes, uniform_items
+from protofed.backbone.losses import last_states
 from protofed.backbone.sasrec import SASRec, at_rest, grown
 from protofed.backbone.small_modules import modules_and_rows, small_weights, with_lora, with_weights
 from protofed.backbone.training import Descend, Fit, Task, Trainable, train
@@ -285,9 +286,9 @@ class CCD:
 
         def losses(model: SASRec, batch: Windows, lots: Lots, notes: Notes) -> Float[Tensor, " W"]:
             with torch.no_grad():
-                best = teacher.scores(teacher.last_hidden(batch.tokens), n_items).topk(k, dim=-1).indices
+                best = teacher.scores(last_states(teacher, batch), n_items).topk(k, dim=-1).indices
             drawn = uniform_items(lots, len(batch), n, n_items)
-            scores = item_scores(model, model.last_hidden(batch.tokens), torch.cat([best, drawn], dim=1))
+            scores = item_scores(model, last_states(model, batch), torch.cat([best, drawn], dim=1))
             void = (drawn[:, :, None] == best[:, None, :]).any(-1)
             loss = relaxed_ranking_loss(scores[:, :k], scores[:, k:].masked_fill(void, VOID))
             return self.distillation * loss * real_targets(batch)
@@ -336,9 +337,9 @@ class CCD:
         rng = stream(world.config.seed, *purpose, device=teacher.items.device)
 
         def losses(model: SASRec, batch: Windows, lots: Lots, notes: Notes) -> Float[Tensor, " W"]:
-            hidden = model.last_hidden(batch.tokens)
+            hidden = last_states(model, batch)
             with torch.no_grad():
-                pool = candidate_pool(teacher, teacher.last_hidden(batch.tokens), n_items, self.pool, self.top, lots)
+                pool = candidate_pool(teacher, last_states(teacher, batch), n_items, self.pool, self.top, lots)
                 void, mine = unusable(pool, batch), item_scores(model, hidden, pool)
                 chosen = merged([self._chosen(source, batch, pool, void, mine, lots) for source in sources])
             each, n = soft_loss(item_scores(model, hidden, chosen.items), chosen), real_targets(batch)
@@ -349,7 +350,7 @@ class CCD:
 
     def _chosen(self, source: Source, batch: Windows, pool: Tensor, void: Tensor, mine: Tensor, lots: Lots) -> Chosen:
         """Items among the source's top, likelier the further the learner ranks them below the source."""
-        its = item_scores(source.model, source.model.last_hidden(batch.tokens), pool)
+        its = item_scores(source.model, last_states(source.model, batch), pool)
         void = void | ~source.model.knows(pool)
         its_rank, my_rank = ranks(its.masked_fill(void, VOID)), ranks(mine.masked_fill(void, VOID))
         allowed = ~void & (its_rank < self.top)

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Generator, Tensor
 
 from protofed.backbone.extras import Extra, Lots, Notes
+from protofed.backbone.losses import last_states
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend
 from protofed.methods.baselines.finetune_last import fine_tuned
@@ -62,7 +63,7 @@ def newest_targets(batch: Windows) -> Int[Tensor, " W"]:
 @torch.no_grad()
 def graded(teacher: SASRec, known: Int[Tensor, " n"], batch: Windows, lists: Lists, lots: Lots) -> Graded:
     """The list of each window, out of the items known to the teacher, and the teacher's logits on it."""
-    hidden = teacher.last_hidden(batch.tokens)
+    hidden = last_states(teacher, batch)
     pool = known if len(known) <= lists.pool else known[lots.integers(len(known), (lists.pool,))]
     best = (hidden @ teacher.items[pool].T).topk(min(lists.best, len(pool)), dim=1).indices
     uniform = known[lots.integers(len(known), (len(batch), lists.uniform))]
@@ -102,7 +103,7 @@ def imitating(
 
     def losses(model: SASRec, batch: Windows, lots: Lots, notes: Notes) -> Float[Tensor, " W"]:
         asked = graded(teacher, known, batch, lists, lots)
-        student = logits_of(model, model.last_hidden(batch.tokens), asked.items)
+        student = logits_of(model, last_states(model, batch), asked.items)
         apart, n = divergence(asked.logits, student, asked.real, temperature), real_targets(batch)
         notes.add("divergence", (apart * (n > 0)).sum(), (n > 0).sum())
         return strength * apart * n

@@ -28,6 +28,7 @@ from jaxtyping import Bool, Float
 from torch import Generator, Tensor, nn
 
 from protofed.backbone.extras import Extra, Lots, Notes
+from protofed.backbone.losses import last_states
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend, ParameterGroups
 from protofed.methods.baselines.finetune_last import fine_tuned
@@ -176,7 +177,7 @@ class SailPIW:
         returning = returning_users(slice_).to(device)
 
         def losses(model: SASRec, batch: Windows, lots: Lots, notes: Notes) -> Float[Tensor, " W"]:
-            asked, hidden = graded(teacher, known, batch, self.lists, lots), model.last_hidden(batch.tokens)
+            asked, hidden = graded(teacher, known, batch, self.lists, lots), last_states(model, batch)
             apart = divergence(asked.logits, logits_of(model, hidden, asked.items), asked.real, self.temperature)
             n = real_targets(batch)
             counts = returning[batch.users] & (n > 0)
