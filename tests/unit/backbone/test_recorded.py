@@ -123,7 +123,9 @@ def test_a_whole_training_in_padded_steps_ends_where_one_in_trimmed_steps_does(m
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_replayed_steps_end_where_launched_ones_do(monkeypatch):
+@pytest.mark.parametrize("share", [False, True])
+def test_replayed_steps_end_where_launched_ones_do(monkeypatch, share):
+    monkeypatch.setattr(training, "worth_sharing", lambda tokens: share)
     config = replace(tiny_config().training, batch_size=16)
     task = Task(SLICE, SLICE.train_positions, 3, 1e-3, prompt_rate=0.5)
     first = random_model(SLICE.n_train_items, history_length=LENGTH).cuda()
