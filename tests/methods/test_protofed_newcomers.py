@@ -168,7 +168,7 @@ def test_the_rehearsal_finds_rows_worth_telling_without_noise_and_rarely_under_m
     for std in (1e-6, 1e3):
         maps = rehearsed(world.backbone, world.base, 4, std, 0)
         said[std] = [worth_telling(world.backbone, world.base, maps, std, seed) for seed in range(16)]
-    # 28 validation events on 20 arrivals, against the best of four deals by chance: luck decides now and then, either way
+    # 28 validation events on 20 arrivals, against the best of four deals: luck decides now and then, either way
     assert sum(said[1e-6]) >= 14
     assert sum(said[1e3]) <= 3
 
