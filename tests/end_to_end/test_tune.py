@@ -88,6 +88,7 @@ def write_small_log(root) -> None:
         (["--method", "ewk"], "unknown method 'ewk'; did you mean 'ewc'?"),
         (["--method", "ewc", "--trials", "0"], "--trials must be at least 1, got 0"),
         (["--method", "ewc", "--known", "none.csv"], "no file at --known none.csv"),
+        (["--method", "ewc", "--known", "bad.csv"], "bad.csv has no column failed"),
         (["--method", "ewc", "--jobs", "0"], "--jobs must be at least 1, got 0"),
         (["--method", "ewc", "--slices", "0"], "--slices must be at least 1, got 0"),
         (["--method", "ewc", "--set", "hyper.strenght=1"], "did you mean 'hyper.strength'?"),
@@ -98,6 +99,7 @@ def write_small_log(root) -> None:
 )
 def test_a_mistake_is_one_line_and_leaves_nothing_behind(tmp_path, arguments, message):
     write_small_log(tmp_path / "data")
+    (tmp_path / "bad.csv").write_text("method,trial\newc,0\n")
     assert message in refused("tune", "--out", "tune", "--cache", "cache", *arguments, cwd=tmp_path)
     assert not (tmp_path / "tune").exists()
 

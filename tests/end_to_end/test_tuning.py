@@ -38,6 +38,7 @@ from protofed.experiments.tuning import (
     run_trial,
     take_over,
     trial_folder,
+    tried,
     tuning,
     value_at,
     write_best,
@@ -216,17 +217,17 @@ def test_the_tables_list_every_trial_with_settings_that_can_be_pasted(finished):
 
 def test_trials_of_an_earlier_search_are_taken_over_where_they_were_made_with_the_same(finished, tmp_path, monkeypatch):
     search, out, outcomes = finished
-    assert take_over(search, out / "trials.csv", tmp_path) == len(outcomes)
-    assert take_over(search, out / "trials.csv", tmp_path) == 0  # they are over already
+    assert take_over(search, tried(out / "trials.csv"), tmp_path) == len(outcomes)
+    assert take_over(search, tried(out / "trials.csv"), tmp_path) == 0  # they are over already
     monkeypatch.setattr(Experiment, "run", None)  # nothing is run again
     assert [run_trial(search, trial, tmp_path, tmp_path / "cache") for trial in search.trials] == outcomes
     write_tables(tmp_path)
     assert (tmp_path / "trials.csv").read_bytes() == (out / "trials.csv").read_bytes()
     other = searched(training__patience=2)
-    assert take_over(other, out / "trials.csv", tmp_path / "other") == 0
+    assert take_over(other, tried(out / "trials.csv"), tmp_path / "other") == 0
     (tmp_path / "bad.csv").write_text("method,trial\newc,0\n")
     with pytest.raises(RunFolderError, match="has no column failed"):
-        take_over(search, tmp_path / "bad.csv", tmp_path / "other")
+        tried(tmp_path / "bad.csv")
 
 
 def outcome(trial: int, objective: float | None, failed: str = "") -> Outcome:

@@ -26,6 +26,7 @@ from protofed.experiments.tuning import (
     claim_folder,
     run_trial,
     take_over,
+    tried,
     tuning,
     write_best,
     write_tables,
@@ -74,12 +75,12 @@ def tune(
     flags: dict[str, object] = {"preset": preset_name, "variant": variant, "clients": clients}
     flags = {"dataset": dataset, "seed": seed, **{key: value for key, value in flags.items() if value is not None}}
     plan = partial(planned, flags, settings or [], list(dict.fromkeys(method)), root, slices, trials)
-    searches = plan()
+    searches, earlier = plan(), tried(known) if known is not None else {}
     asked = {**flags, "trials": trials, "slices": slices, "set": dict(map(parse_override, settings or []))}
     claim_folder(out, asked | {"events": searches[0].fingerprint})
     where, console = pick_device(device), Console(stderr=True)
     if known is not None:
-        taken = sum(take_over(search, known, out) for search in searches)
+        taken = sum(take_over(search, earlier, out) for search in searches)
         console.print(f"{taken} trials of {known} were made with the same and are taken over", highlight=False)
     command = shlex.join(["protofed", *sys.argv[1:]])
     if jobs == 1:

@@ -52,6 +52,8 @@ TRIALS_SCHEMA = pa.schema(
     ]
 )
 
+Tried = Mapping[tuple[str, str], Mapping[str, str]]  # method, made_with -> a row of trials.csv
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
@@ -176,16 +178,20 @@ def write_note(folder: Path, outcome: Outcome, trace: str = "") -> None:
     write_text(note_of(folder), json.dumps(asdict(outcome) | {"traceback": trace}, indent=2) + "\n")
 
 
-def take_over(search: Tuning, trials: Path, out: Path) -> int:
-    """How many trials of another folder's trials.csv count here too: those made with the same, to the last setting."""
-    taken = 0
+def tried(trials: Path) -> Tried:
+    """The rows of a trials.csv by method and by what each was made with."""
     with open(trials, encoding="utf-8", newline="") as file:
         reader = csv.DictReader(file)
         if missing := {*TRIALS_SCHEMA.names} - {*(reader.fieldnames or ())}:
             raise RunFolderError(
                 f"{trials} has no column {min(missing)}; give the trials.csv that `protofed tune` wrote"
             )
-        rows = {(row["method"], row["made_with"]): row for row in reader}
+        return {(row["method"], row["made_with"]): row for row in reader}
+
+
+def take_over(search: Tuning, rows: Tried, out: Path) -> int:
+    """How many trials of an earlier search count here too: those made with the same, to the last setting."""
+    taken = 0
     for trial in search.trials:
         folder, made_with = trial_folder(search, trial, out), digest(search, override(search.config, trial.settings))
         row = rows.get((search.config.method, made_with))
