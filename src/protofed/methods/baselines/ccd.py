@@ -134,9 +134,13 @@ def with_table_of(model: SASRec, other: SASRec) -> SASRec:
     return at_rest(model)
 
 
-def ranks(scores: Float[Tensor, "W K"]) -> Int[Tensor, "W K"]:
-    """Each item's place in its row, 0 for the highest score."""
-    return scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+def counted_above(
+    scores: Float[Tensor, "W K"], usable: Bool[Tensor, "W K"], places: Int[Tensor, "W m"]
+) -> Int[Tensor, "W m"]:
+    """For these places of each row: how many usable items have a higher score."""
+    falling, order = (-scores).sort(dim=-1)
+    before = F.pad(usable.gather(1, order).long().cumsum(-1), (1, 0))  # usable ones among the first 0, 1, .. K
+    return before.gather(1, torch.searchsorted(falling, -scores.gather(1, places)))
 
 
 def merged(parts: list[Chosen]) -> Chosen:
@@ -176,8 +180,9 @@ def candidate_pool(
 def unusable(pool: Int[Tensor, "W K"], batch: Windows) -> Bool[Tensor, "W K"]:
     """Places that repeat the item before them, or whose item the window's user has met in it."""
     repeated = F.pad(pool[:, 1:] == pool[:, :-1], (1, 0), value=False)
-    met = torch.cat([batch.tokens, batch.targets], dim=1)
-    return repeated | (pool[:, :, None] == met[:, None, :]).any(-1)
+    met = torch.cat([batch.tokens, batch.targets], dim=1).sort(dim=1).values
+    place = torch.searchsorted(met, pool.contiguous()).clamp(max=met.shape[1] - 1)
+    return repeated | (met.gather(1, place) == pool)
 
 
 def item_scores(model: SASRec, hidden: Float[Tensor, "W d"], items: Int[Tensor, "W n"]) -> Float[Tensor, "W n"]:
@@ -351,10 +356,11 @@ class CCD:
     def _chosen(self, source: Source, batch: Windows, pool: Tensor, void: Tensor, mine: Tensor, lots: Lots) -> Chosen:
         """Items among the source's top, likelier the further the learner ranks them below the source."""
         its = item_scores(source.model, last_states(source.model, batch), pool)
-        void = void | ~source.model.knows(pool)
-        its_rank, my_rank = ranks(its.masked_fill(void, VOID)), ranks(mine.masked_fill(void, VOID))
-        allowed = ~void & (its_rank < self.top)
-        places, valid = drawn_by_rank(self.sharpness * (my_rank - its_rank), allowed, source.n, lots)
+        usable = ~void & source.model.knows(pool)
+        best = its.masked_fill(~usable, VOID).topk(min(self.top, pool.shape[1]), dim=-1).indices
+        its_rank, my_rank = torch.arange(best.shape[1], device=best.device), counted_above(mine, usable, best)
+        drawn, valid = drawn_by_rank(self.sharpness * (my_rank - its_rank), usable.gather(1, best), source.n, lots)
+        places = best.gather(1, drawn)
         return Chosen(pool.gather(1, places), its.gather(1, places).sigmoid(), valid)
 
     def score(self, world: World, state: CCDState, queries: Queries) -> Float[Tensor, "B I"]:
