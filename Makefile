@@ -25,7 +25,7 @@ unit: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow" tests/unit tests/properties
 
 report: $(READY)
-	$(BIN)/python -m protofed.cli.main report results/pack -o docs/report.html --grid experiments/overall.toml --tuned results/tune/gowalla_1k
+	$(BIN)/python -m protofed.cli.main report results/pack -o docs/report.html --grid experiments/overall.toml --tuned results/tune
 	$(BIN)/python -m protofed.cli.main report results/pack -o results/overall.csv
 	$(BIN)/python scripts/results_page.py
 	$(BIN)/python scripts/method_pages.py

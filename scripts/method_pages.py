@@ -29,6 +29,7 @@ SHOWN = (
 )
 COSTS = ("bytes_up", "trainable_parameters", "trainable_parameters_per_user")
 Found = Mapping[tuple[str, str], Mapping[tuple[str, str, str], dict[str, str]]]  # by data set and row, then by quantity
+SEARCHES = {"tune/gowalla_1k": False, "tune/yelp": False, "tune/private/gowalla_1k": True}  # whether private
 
 
 def words_of(entry: Entry) -> str:
@@ -62,23 +63,24 @@ def best_in(folder: Path, name: str) -> dict[str, object]:
 def settings_table(name: str, entry: Entry, results: Path) -> list[str]:
     """Defaults, values searched, and what was found with and without noise."""
     config = override(RunConfig(method=name, variant=entry.variants[0]), entry.settings)
-    spaces = [space_of(name, config.variant, private=private) for private in (False, True)]
-    found = [best_in(results / folder, name) for folder in ("tune/gowalla_1k", "tune/private/gowalla_1k")]
-    found = [{}, found[1]] if name == "protofed-sp" else found  # its own mode is the private one
-    defaults = {key: value_at(config, key) for key in spaces[1]} | dict(own_settings(entry.method))
+    spaces = [space_of(name, config.variant, private=private) for private in SEARCHES.values()]
+    found = [best_in(results / folder, name) for folder in SEARCHES]
+    if name == "protofed-sp":  # its own mode is the private one
+        found[0] = {}
+    defaults = {key: value_at(config, key) for key in spaces[-1]} | dict(own_settings(entry.method))
     lines = []
     for key, default in defaults.items():
-        tried = ", ".join(map(shown, spaces[1].get(key, ())))
+        tried = ", ".join(map(shown, spaces[-1].get(key, ())))
         ended = [
             shown(best.get(key, default)) if best and key in space else ""
             for best, space in zip(found, spaces, strict=True)
         ]
-        lines.append(f"| `{key}` | {shown(default)} | {tried} | {ended[0]} | {ended[1]} |")
+        lines.append(f"| `{key}` | {shown(default)} | {tried} | " + " | ".join(ended) + " |")
     if not lines:
         return ["None."]
     return [
-        "| setting | default | searched | found on gowalla_1k | found there at ε = 3.4 |",
-        "|---|---|---|---|---|",
+        "| setting | default | searched | found on gowalla_1k | found on yelp | found on gowalla_1k at ε = 3.4 |",
+        "|---|---|---|---|---|---|",
         *lines,
     ]
 

@@ -19,13 +19,14 @@ from protofed.experiments.packed import CANDIDATES, by_index, decoded, read_pack
 
 ROOT = Path(__file__).parents[1]
 PAGE, EXPORT, PACK = (ROOT / path for path in ("docs/results.md", "results/overall.csv", "results/pack"))
-DATASETS = ("gowalla_1k", "yelp")
+DATASETS = ("gowalla_1k", "yelp", "amazon_beauty", "taobao")
 CELLS = ("default", "nodp", "private")  # of the overall tables; other variants have tables of their own
 ACCURACY = (
     *(("ndcg@10", *pair) for pair in (("sampled", "all"), ("sampled", "novel"), ("sampled", "repeat"))),
     *(("ndcg@10", "full", "all"), ("ndcg@10", "full", "novel"), ("hr@10", "sampled", "all")),
 )
 METRICS = {"ndcg@10": ndcg, "hr@10": hit_rate}
+NO_SUCH_EVENTS = -1.0  # a log without repeats has no figure for them
 COSTS = ("bytes_up", "bytes_down", "trainable_parameters", "trainable_parameters_per_user", "learn")
 
 Values = list[float]  # one for each seed
@@ -50,7 +51,8 @@ def columns_of(run: dict[str, Any], queries: pa.Table) -> list[float]:
     for metric, kind, subset in ACCURACY:
         values = METRICS[metric](torch.from_numpy(ranks[kind].astype(np.int64)), 10).numpy()
         chosen = asked[subset].astype(bool)
-        found.append(mean([float(values[chosen & (asked["slice"] == t)].mean()) for t in slices]))
+        asked_of = [values[chosen & (asked["slice"] == t)] for t in slices]
+        found.append(mean([float(part.mean()) for part in asked_of]) if all(map(len, asked_of)) else NO_SUCH_EVENTS)
     return found
 
 
@@ -59,6 +61,8 @@ def accuracy_lines(dataset: str) -> list[str]:
     best = [max(mean(row[place]) for row in rows.values()) for place in range(len(ACCURACY))]
 
     def shown(values: Values, place: int) -> str:
+        if NO_SUCH_EVENTS in values:
+            return "–"
         if len(values) == 1:
             return f"{values[0]:.3f} (one seed)"
         text = f"{mean(values):.3f} ± {stdev(values):.3f}"
