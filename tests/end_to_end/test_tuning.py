@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -21,9 +22,12 @@ from protofed.cli.run import settle
 from protofed.config import RunConfig, override, read_toml
 from protofed.data.interactions import select
 from protofed.errors import ConfigError, DataError, LeakError, MachineError, RunFolderError
+from protofed.evaluation.forgetting import accuracy
 from protofed.experiments import folder as folders
 from protofed.experiments import tuning as module
+from protofed.experiments.folder import RunFolder
 from protofed.experiments.run import Experiment
+from protofed.experiments.summary import matrix
 from protofed.experiments.tuning import (
     Outcome,
     Trial,
@@ -200,6 +204,19 @@ def test_the_best_config_reproduces_the_best_trials_number_exactly(tmp_path, fin
     again = tuning(config, worlds.tiny_log(), n_slices=2, n_trials=1)
     assert again.trials == (Trial(0, {}),)
     assert run_trial(again, again.trials[0], tmp_path / "out", tmp_path / "cache").objective == best.objective
+
+
+def test_a_trial_tests_each_slice_when_it_was_learned_as_a_whole_run_does_and_nothing_else(tmp_path, finished):
+    search, out, outcomes = finished
+    config = pseudo_config(search, override(search.config, search.trials[1].settings))
+    whole = Experiment(config, search.pseudo_log, out.parent / "cache").run(tmp_path / "whole")
+    trial = RunFolder(trial_folder(search, search.trials[1], out)).table("metrics")
+    seen, full = (matrix(metrics, "sampled", "all", "ndcg@10") for metrics in (trial, whole.table("metrics")))
+    assert np.array_equal(np.diagonal(seen), np.diagonal(full))
+    assert np.isnan(seen[~np.eye(len(seen), dtype=bool)]).all()
+    assert not np.isnan(full).any()
+    assert trial["split"].unique().to_pylist() == ["test"]
+    assert accuracy(full) == outcomes[1].objective
 
 
 def test_the_tables_list_every_trial_with_settings_that_can_be_pasted(finished):

@@ -41,13 +41,14 @@ TIMING_SCHEMA = pa.schema([("slice", pa.int32()), ("stage", pa.string()), ("seco
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """A config, the log it runs on, where, and where warm-ups are kept."""
+    """A config, the log it runs on, where, and where warm-ups are kept; it may test A[t, t] alone."""
 
     config: RunConfig
     log: InteractionLog
     cache: Path
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     command: str = "Experiment.run"
+    diagonal: bool = False
 
     def run(self, out: Path, progress: Progress = silent) -> RunFolder:
         """The finished run folder; what an earlier, killed call left is continued, what it finished is kept."""
@@ -91,7 +92,7 @@ def run_slices(
             state, diagnostics = method.learn(world, state, slice_, descend)
         learned = time.monotonic()
         check_evidence(data, index, method.evidence(state))
-        tables = evaluate(method, world, state, slice_, data)
+        tables = evaluate(method, world, state, slice_, data, diagonal=experiment.diagonal)
         seconds = {"learn": learned - began, "evaluate": time.monotonic() - learned}
         tables["timing"] = timing(index, seconds if index else {"warm-up": warm_up_seconds, **seconds})
         folder.log({"slice": index, "stage": "learn", **diagnostics})
@@ -144,18 +145,18 @@ def resume(folder: RunFolder, method: Method[Any], world: World) -> tuple[Any, i
 
 
 def evaluate(
-    method: Method[Any], world: World, state: Any, slice_: TimeSlice, data: SliceStream
+    method: Method[Any], world: World, state: Any, slice_: TimeSlice, data: SliceStream, *, diagonal: bool = False
 ) -> dict[str, pa.Table]:
     """Column t of A[s, t] and the validation part of slice t; per user where intervals need it (s = t, and t = T).
 
-    The ranks behind A[t, t] go with them, query by query.
+    The ranks behind A[t, t] go with them, query by query. `diagonal`: A[t, t] and nothing else.
     """
     counts = slice_.train_counts()
     rows: list[Mapping[str, object]] = []
     users, ranks = [], []
     trained = slice_.index
-    for tested in range(data.n_slices + 1):
-        for part in ("val", "test") if tested == trained else ("test",):
+    for tested in [trained] if diagonal else range(data.n_slices + 1):
+        for part in ("val", "test") if tested == trained and not diagonal else ("test",):
             asked = data.query_set(tested, part)
             now = part == "test" and tested == trained
             groups = item_groups(data, asked) if now else None

@@ -2,7 +2,7 @@
 
 The log ends where the base block's validation part does, before anything else sees it: no slice that a table averages,
 and not even the base block's test part (it enters AF), has been tuned on. Every trial is an ordinary run over this
-shortened log; its objective is the mean over pseudo-slices t of A[t, t], NDCG@10 of the test part, sampled candidates.
+shortened log that tests A[t, t] alone; its objective is their mean over pseudo-slices t, NDCG@10, sampled candidates.
 Trial 0 is the defaults; the others are drawn from the method's grid without replacement, by the run's seed.
 
 A folder of trials: METHOD/trial-NN/ is a run folder, METHOD/trial-NN.json what came of it (written when the trial is
@@ -164,7 +164,7 @@ def run_trial(
     if (known := known_outcome(search, trial, out)) is not None:
         return known
     folder.parent.mkdir(parents=True, exist_ok=True)
-    experiment = Experiment(pseudo_config(search, config), search.pseudo_log, cache, command=command)
+    experiment = Experiment(pseudo_config(search, config), search.pseudo_log, cache, command=command, diagonal=True)
     experiment = replace(experiment, device=device) if device is not None else experiment
     outcome, trace = attempted(experiment, trial, folder, progress)
     outcome = replace(outcome, made_with=digest(search, config))
