@@ -83,7 +83,8 @@ def _best_private(found: Results) -> str:
     if not known:
         return "none released anything under a ledger, so no row carries a privacy claim"
     best = max(known, key=lambda row: _known(found, row))
-    return f"{best.label} with NDCG@10 {number(_known(found, best))} ({prices[best.label].words})"
+    among = f"of {len(known)}" if len(known) > 1 else "the only one"
+    return f"{best.label} with NDCG@10 {number(_known(found, best))} ({prices[best.label].words}), {among}"
 
 
 def _best(found: Results) -> str:

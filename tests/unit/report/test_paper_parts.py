@@ -301,6 +301,7 @@ def test_three_sentences_name_the_best_rows_and_what_is_beyond_chance(root: Path
     private, overall, sure = sentences([results])
     ours = np.mean([accuracy(root / f"sp-{seed}") for seed in (0, 1)])
     assert private.startswith(f"Best private row: {FULL} with NDCG@10 {ours:.3f} (ε = ")
+    assert private.endswith(", of 2.")
     best, trivial = accuracy(root / "nodp"), accuracy(root / "frozen")
     leads = f"Best row of all: protofed-sp (nodp) with NDCG@10 {best:.3f}"
     assert overall == f"{leads} (best trivial row: frozen, {trivial:.3f})."
@@ -316,6 +317,14 @@ def test_a_release_without_noise_is_no_private_row(tmp_path: Path) -> None:
     assert "no row carries a privacy claim" in sentences([found])[0]
     assert isinstance(equal_epsilon(found), Missing)
     assert {line.cells[-1].text for line in overview([found]).lines} == {"∞"}
+
+
+def test_a_private_row_without_a_rival_is_said_to_be_the_only_one(tmp_path: Path) -> None:
+    ledger = [{"noise_multiplier": 1.0, "sampling_rate": 0.5, "count": 4}]
+    write_run(tmp_path / "ours", lambda *_: 0.5, method="protofed-sp", ledger=ledger)
+    write_run(tmp_path / "ewc", lambda *_: 0.5, method="ewc")
+    (only,) = group(find_runs(tmp_path)[0])
+    assert sentences([compute(only)])[0].endswith("), the only one.")
 
 
 def test_rows_within_their_intervals_are_not_said_to_be_behind(tmp_path: Path) -> None:
