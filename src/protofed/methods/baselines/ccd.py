@@ -140,7 +140,7 @@ def counted_above(
     """For these places of each row: how many usable items have a higher score."""
     falling, order = (-scores).sort(dim=-1)
     before = F.pad(usable.gather(1, order).long().cumsum(-1), (1, 0))  # usable ones among the first 0, 1, .. K
-    return before.gather(1, torch.searchsorted(falling, -scores.gather(1, places)))
+    return before.gather(1, torch.searchsorted(falling, -scores.gather(1, places).contiguous()))
 
 
 def merged(parts: list[Chosen]) -> Chosen:
@@ -180,9 +180,8 @@ def candidate_pool(
 def unusable(pool: Int[Tensor, "W K"], batch: Windows) -> Bool[Tensor, "W K"]:
     """Places that repeat the item before them, or whose item the window's user has met in it."""
     repeated = F.pad(pool[:, 1:] == pool[:, :-1], (1, 0), value=False)
-    met = torch.cat([batch.tokens, batch.targets], dim=1).sort(dim=1).values
-    place = torch.searchsorted(met, pool.contiguous()).clamp(max=met.shape[1] - 1)
-    return repeated | (met.gather(1, place) == pool)
+    met = torch.cat([batch.tokens, batch.targets], dim=1)
+    return repeated | (pool[:, :, None] == met[:, None, :]).any(-1)
 
 
 def item_scores(model: SASRec, hidden: Float[Tensor, "W d"], items: Int[Tensor, "W n"]) -> Float[Tensor, "W n"]:
@@ -191,11 +190,10 @@ def item_scores(model: SASRec, hidden: Float[Tensor, "W d"], items: Int[Tensor, 
 
 
 def drawn_by_rank(
-    logits: Float[Tensor, "W K"], allowed: Bool[Tensor, "W K"], n: int, lots: Lots
+    logits: Float[Tensor, "W K"], allowed: Bool[Tensor, "W K"], n: int, uniform: Float[Tensor, "W K"]
 ) -> tuple[Int[Tensor, "W m"], Bool[Tensor, "W m"]]:
     """n allowed places of each row without replacement, in proportion to exp(logit), and which of them are real."""
-    uniform = lots.uniform(tuple(logits.shape)).clamp(min=1e-20)
-    perturbed = logits - (-uniform.log()).log()
+    perturbed = logits - (-uniform.clamp(min=1e-20).log()).log()
     places = perturbed.masked_fill(~allowed, -torch.inf).topk(min(n, logits.shape[1]), dim=-1).indices
     return places, allowed.gather(1, places)
 
@@ -359,7 +357,8 @@ class CCD:
         usable = ~void & source.model.knows(pool)
         best = its.masked_fill(~usable, VOID).topk(min(self.top, pool.shape[1]), dim=-1).indices
         its_rank, my_rank = torch.arange(best.shape[1], device=best.device), counted_above(mine, usable, best)
-        drawn, valid = drawn_by_rank(self.sharpness * (my_rank - its_rank), usable.gather(1, best), source.n, lots)
+        uniform = lots.uniform(tuple(pool.shape)).gather(1, best)  # an item keeps its number, however ranks round
+        drawn, valid = drawn_by_rank(self.sharpness * (my_rank - its_rank), usable.gather(1, best), source.n, uniform)
         places = best.gather(1, drawn)
         return Chosen(pool.gather(1, places), its.gather(1, places).sigmoid(), valid)
 
