@@ -27,6 +27,7 @@ from protofed.methods.baselines.ccd import (
     counted_above,
     drawn_by_rank,
     merged,
+    ordered,
     relaxed_ranking_loss,
     soft_loss,
     student_config,
@@ -104,14 +105,14 @@ def test_an_item_chosen_twice_counts_once_with_its_largest_label():
 
 def test_a_place_is_ranked_by_the_usable_items_that_score_higher():
     scores, usable = torch.tensor([[0.1, 3.0, -1.0, 2.0, 2.0]]), torch.tensor([[True, False, True, True, True]])
-    assert counted_above(scores, usable, torch.tensor([[0, 1, 2, 3, 4]])).tolist() == [[2, 0, 3, 0, 0]]
+    assert counted_above(ordered(scores), usable, torch.tensor([[0, 1, 2, 3, 4]])).tolist() == [[2, 0, 3, 0, 0]]
     rng = stream(0, "scores")
     scores, usable = torch.randint(9, (7, 30), generator=rng) / 3, torch.rand(7, 30, generator=rng) < 0.7
     places = torch.randint(30, (7, 5), generator=rng)
     by_hand = [
         [int((usable[row] & (scores[row] > scores[row, place])).sum()) for place in places[row]] for row in range(7)
     ]
-    assert counted_above(scores, usable, places).tolist() == by_hand
+    assert counted_above(ordered(scores), usable, places).tolist() == by_hand
 
 
 def test_repeated_places_and_items_of_the_window_are_not_replayed():

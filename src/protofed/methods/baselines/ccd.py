@@ -94,6 +94,15 @@ class Chosen:
     valid: Bool[Tensor, "W n"]
 
 
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """A learner's scores of the pool, sorted once for all sources."""
+
+    scores: Float[Tensor, "W K"]
+    falling: Float[Tensor, "W K"]  # negated, so that they grow
+    order: Int[Tensor, "W K"]
+
+
 def student_config(config: BackboneConfig) -> BackboneConfig:
     """A quarter of the width (a multiple of the heads) and one block."""
     return replace(config, width=config.heads * max(1, config.width // (4 * config.heads)), layers=1)
@@ -134,13 +143,16 @@ def with_table_of(model: SASRec, other: SASRec) -> SASRec:
     return at_rest(model)
 
 
-def counted_above(
-    scores: Float[Tensor, "W K"], usable: Bool[Tensor, "W K"], places: Int[Tensor, "W m"]
-) -> Int[Tensor, "W m"]:
-    """For these places of each row: how many usable items have a higher score."""
+def ordered(scores: Float[Tensor, "W K"]) -> Ordered:
+    """The scores of each row with their order, highest first."""
     falling, order = (-scores).sort(dim=-1)
-    before = F.pad(usable.gather(1, order).long().cumsum(-1), (1, 0))  # usable ones among the first 0, 1, .. K
-    return before.gather(1, torch.searchsorted(falling, -scores.gather(1, places).contiguous()))
+    return Ordered(scores, falling, order)
+
+
+def counted_above(mine: Ordered, usable: Bool[Tensor, "W K"], places: Int[Tensor, "W m"]) -> Int[Tensor, "W m"]:
+    """For these places of each row: how many usable items have a higher score."""
+    before = F.pad(usable.gather(1, mine.order).long().cumsum(-1), (1, 0))  # usable ones among the first 0, 1, .. K
+    return before.gather(1, torch.searchsorted(mine.falling, -mine.scores.gather(1, places).contiguous()))
 
 
 def merged(parts: list[Chosen]) -> Chosen:
@@ -343,7 +355,7 @@ class CCD:
             hidden = last_states(model, batch)
             with torch.no_grad():
                 pool = candidate_pool(teacher, last_states(teacher, batch), n_items, self.pool, self.top, lots)
-                void, mine = unusable(pool, batch), item_scores(model, hidden, pool)
+                void, mine = unusable(pool, batch), ordered(item_scores(model, hidden, pool))
                 chosen = merged([self._chosen(source, batch, pool, void, mine, lots) for source in sources])
             each, n = soft_loss(item_scores(model, hidden, chosen.items), chosen), real_targets(batch)
             note(notes, each, chosen, n > 0)
@@ -351,7 +363,7 @@ class CCD:
 
         return Extra(losses, notes, rng)
 
-    def _chosen(self, source: Source, batch: Windows, pool: Tensor, void: Tensor, mine: Tensor, lots: Lots) -> Chosen:
+    def _chosen(self, source: Source, batch: Windows, pool: Tensor, void: Tensor, mine: Ordered, lots: Lots) -> Chosen:
         """Items among the source's top, likelier the further the learner ranks them below the source."""
         its = item_scores(source.model, last_states(source.model, batch), pool)
         usable = ~void & source.model.knows(pool)
