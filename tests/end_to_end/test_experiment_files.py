@@ -46,7 +46,7 @@ def can_be_private(name: str) -> bool:
 
 def test_there_is_a_file_for_everything_the_paper_shows():
     wanted = {"overall", "overall-private", "overall-tier2", "overall-tier3", "overall-hm", "overall-paper-size"}
-    wanted |= {"peft", "module-size", "ablations", "sensitivity", "privacy-utility"}
+    wanted |= {"overall-private-tier2", "peft", "module-size", "ablations", "sensitivity", "privacy-utility"}
     assert {path.stem for path in PAPER} == wanted
 
 
@@ -83,8 +83,10 @@ def test_an_overall_table_has_every_method_and_protofed_sp_without_noise(name):
     assert {cell.config.preset for cell in found} == {"paper" if name == "overall-paper-size" else "small"}
 
 
-def test_the_private_table_has_every_method_that_can_be_private_at_one_budget():
-    found = named("overall-private")
+@pytest.mark.parametrize(("name", "like"), [("overall-private", "overall"), ("overall-private-tier2", "overall-tier2")])
+def test_the_private_table_has_every_method_that_can_be_private_at_one_budget(name, like):
+    found = named(name)
+    assert {cell.config.dataset for cell in found} == {cell.config.dataset for cell in named(like)}
     wanted = {name for name in METHODS if name == "protofed-sp" or can_be_private(name)}
     assert {cell.config.method for cell in found} == wanted
     assert all(cell.config.privacy.wrap == (cell.config.method != "protofed-sp") for cell in found)

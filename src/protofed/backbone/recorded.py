@@ -9,6 +9,7 @@ therefore depend on its inputs, on tensors that are changed in place, and on gen
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -114,6 +115,12 @@ class Recording:
     graph: torch.cuda.CUDAGraph | None = None
 
 
+@cache
+def aside_on(device: torch.device) -> torch.cuda.Stream:
+    """The one stream for steps that are not recorded: memory is kept for each stream that ever had some."""
+    return torch.cuda.Stream(device)
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedSteps:
     """`step`, replayed; inputs of different shapes, say with and without a prompt, are different recordings."""
@@ -156,17 +163,19 @@ class RecordedSteps:
         return in_shape(drawn, size, self.shape, self.device, share=share)
 
     def _run(self, recording: Recording) -> None:
-        """As it is, on a stream of its own, as recording wants it."""
-        now, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        """As it is, aside, as recording wants it."""
+        now, aside = torch.cuda.current_stream(), aside_on(self.device)
         aside.wait_stream(now)
         with torch.cuda.stream(aside):
             self.step(from_columns(recording.given))
         now.wait_stream(aside)
 
     def _record(self, recording: Recording) -> torch.cuda.CUDAGraph:
+        """The step as a graph; what passes in it lies where that of other recordings does: none runs beside another."""
         graph = torch.cuda.CUDAGraph()
         for generator in self.generators:
             graph.register_generator_state(generator)
-        with torch.cuda.graph(graph):
+        pool = next((other.graph.pool() for other in self.recordings.values() if other.graph is not None), None)
+        with torch.cuda.graph(graph, pool=pool):
             self.step(from_columns(recording.given))
         return graph

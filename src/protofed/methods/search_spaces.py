@@ -38,7 +38,6 @@ HYPER_RANGES: Mapping[str, tuple[float, float]] = {  # by the last part of the n
 }
 
 SLICE_RATES: Space = {"training.slice_learning_rate": (1e-4, 3e-4, 1e-3)}
-STRENGTHS: tuple[Value, ...] = (0.01, 0.1, 1.0, 10.0, 100.0)
 WEAK: tuple[Value, ...] = (1e-4, 1e-3, 0.01, 0.1, 1.0, 10.0)  # where a first search ended at its lowest strength
 LOCAL_RATES: tuple[Value, ...] = (1e-4, 3e-4, 1e-3, 3e-3)  # of a client's own steps
 PROMPTS: tuple[Value, ...] = (1e-3, 1e-2, 5e-2, 0.1)  # rates of a prompt
@@ -67,7 +66,7 @@ SPACES: Mapping[str, Space] = {
         "protofed.temperature": (0.03, 0.07, 0.2),
         "protofed.local_steps": (10, 20, 40),
     },
-    "ewc": {"hyper.strength": STRENGTHS, "hyper.decay": (0.9, 1.0), **SLICE_RATES},
+    "ewc": {"hyper.strength": WEAK, "hyper.decay": (0.9, 1.0), **SLICE_RATES},
     "si": {"hyper.strength": (0.001, 0.01, 0.1, 1.0, 10.0), "hyper.damping": (1e-3, 0.1), **SLICE_RATES},
     "mas": {"hyper.strength": WEAK, "hyper.accumulate": ("sum", "average"), **SLICE_RATES},
     "lwf": {"hyper.strength": (0.1, 0.3, 1.0, 3.0), "hyper.temperature": (1.0, 2.0, 5.0), **SLICE_RATES},

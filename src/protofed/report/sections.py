@@ -72,7 +72,9 @@ def alike(runs: Sequence[AnyRun]) -> list[tuple[str, list[AnyRun]]]:
     """Runs that differ by seed alone, under their method's name and the settings that tell it from another."""
     groups = _by(runs, lambda run: _canonical(_settings(run)))
     names = [method_name(members[0].config) for members in groups]
-    labels = distinct_labels(names, [_flat(_settings(members[0])) for members in groups])
+    settings = [_flat(_settings(members[0])) for members in groups]
+    short = distinct_labels(names, [_without_unused_target(own) for own in settings])
+    labels = short if len(set(short)) == len(short) else distinct_labels(names, settings)
     return list(zip(labels, groups, strict=True))
 
 
@@ -134,6 +136,12 @@ def _settings(run: Run | Unfinished) -> dict[str, Any]:
     return {key: value for key, value in run.config.items() if key not in NOT_SETTINGS}
 
 
+def _without_unused_target(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Noise that is given has no target: saying so in a label would make a sweep's own centre the odd one out."""
+    given = settings.get(NOISE) and not settings.get(TARGET)
+    return {**settings, TARGET: DEFAULTS[TARGET]} if given else settings
+
+
 def flat_settings(run: Run) -> dict[str, Any]:
     """What decides a run's numbers, seed aside, by dotted names."""
     return _flat(_settings(run))
@@ -161,3 +169,4 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 DEFAULTS = _flat(asdict(RunConfig()))
+NOISE, TARGET = "privacy.noise_multiplier", "privacy.target_epsilon"

@@ -115,3 +115,22 @@ def test_without_a_majority_the_default_goes_unsaid():
 def test_a_slug_is_safe_in_ids_and_file_names() -> None:
     assert slug('Toy "data" / 1<k>') == "toy-data-1-k"
     assert slug("…") == "unnamed"
+
+
+def test_a_sweep_of_noise_leaves_the_row_at_a_target_its_plain_name(tmp_path: Path) -> None:
+    write_run(tmp_path / "plain", flat, method="protofed-sp", settings='[protofed]\nmode = "reference"')
+    for noise in (0.2, 0.8, 3.2):
+        own = f"[privacy]\ntarget_epsilon = 0.0\nnoise_multiplier = {noise}"
+        write_run(tmp_path / str(noise), flat, method="protofed-sp", settings=f'[protofed]\nmode = "reference"\n{own}')
+    (section,) = sections(tmp_path)
+    name = "protofed-sp (reference)"
+    told = [f"{name}, privacy.noise_multiplier={noise}" for noise in (0.2, 0.8, 3.2)]
+    assert [row.label for row in section.rows] == [name, *told]
+
+
+def test_rows_that_only_the_target_tells_apart_still_say_it(tmp_path: Path) -> None:
+    for target in (0.0, 3.4):
+        own = f"[privacy]\ntarget_epsilon = {target}\nnoise_multiplier = 0.2"
+        write_run(tmp_path / str(target), flat, method="protofed-sp", settings=f'[protofed]\nmode = "reference"\n{own}')
+    (section,) = sections(tmp_path)
+    assert len({row.label for row in section.rows}) == len(section.rows) == 2
