@@ -129,7 +129,7 @@ def _slim(text: str) -> str:
     places = {name: f"i{n}" for n, name in enumerate(dict.fromkeys(re.findall(r'(?:url\(|href=")#([^")]+)', text)))}
     text = re.sub(r'((?:url\(|href=")#)([^")]+)', lambda found: found.group(1) + places[found.group(2)], text)
     text = re.sub(r' id="([^"]*)"', lambda found: f' id="{places[found[1]]}"' if found[1] in places else "", text)
-    text = re.sub(r"(\.\d\d)\d+", r"\1", text)
+    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), text)  # not what is written in it
     text = re.sub(r' transform="rotate\(-?0 [^"]*\)"', "", text)
     text = re.sub(r"\s+", " ", text).replace("> <", "><")
     while (less := re.sub(r"<g[^>]*(?:/>|></g>)", "", text)) != text:

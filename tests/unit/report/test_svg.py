@@ -38,3 +38,14 @@ def test_a_last_digit_changes_no_byte_and_every_reference_has_its_target(last_di
     targets, used = (set(re.findall(p, pages[0])) for p in (r'id="([^"]+)"', r'(?:url\(|href=")#([^")]+)'))
     assert used == targets
     assert len(used) > 1
+
+
+def test_numbers_on_an_axis_keep_their_digits():
+    pytest.importorskip("matplotlib")
+    with figure(200.0, 120.0) as (drawn, axes):
+        axes.plot([0.7696, 6.9774], [-0.0025, 0.0075])
+        axes.set_xticks([0.7696, 6.9774], ["0.7696", "6.977"])
+        axes.set_yticks([-0.0025, 0.0075])
+        page = to_inline_svg(drawn, "plot", "small numbers")
+    written = re.findall(r"<text[^>]*>([^<]*)</text>", page)
+    assert written == ["0.7696", "6.977", "\N{MINUS SIGN}0.0025", "0.0075"]
