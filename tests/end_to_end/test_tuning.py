@@ -99,7 +99,7 @@ def test_the_same_seed_draws_the_same_trials_and_more_trials_only_add_some(seed,
     drawn = drawn_trials(config, space, n_trials)
     assert drawn == drawn_trials(config, space, n_trials)
     assert drawn == drawn_trials(config, space, 100)[:n_trials]
-    assert len(drawn_trials(config, space, 100)) == 5 * 2 * 3  # the defaults are one of them
+    assert len(drawn_trials(config, space, 100)) == 6 * 2 * 3  # the defaults are one of them
 
 
 def test_another_seed_or_method_draws_other_trials():
