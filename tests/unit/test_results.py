@@ -10,6 +10,8 @@ import pytest
 
 from protofed.config import from_toml, run_label
 from protofed.experiments.packed import CANDIDATES, by_index, decoded, read_packed
+from protofed.privacy.accountant import epsilon
+from protofed.privacy.ledger import Release
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
@@ -87,6 +89,19 @@ def ablation_lines() -> list[str]:
 def test_the_table_of_ablations_is_that_of_the_packed_runs():
     table = PAGE.partition("| gowalla_1k, left out | seeds |")[2].partition("\n\n")[0].splitlines()[2:]
     assert table == ablation_lines()
+
+
+def test_the_table_of_noise_is_that_of_the_packed_runs_at_the_price_of_their_ledgers():
+    table = PAGE.partition("| gowalla_1k, noise multiplier |")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = [row.strip("| ").split(" | ") for row in table]
+    assert [row[0] for row in rows] == ["0.2", "0.4", "0.8", "1.1282", "1.6", "3.2"]
+    runs = {
+        variant: seeds for (variant, label), seeds in values_of_runs("gowalla_1k").items() if "protofed-sp" in label
+    }
+    for noise, price, sampled, full, _ in rows:
+        seeds = runs["default" if noise == "1.1282" else f"noise,privacy.noise_multiplier={noise}"]
+        assert [sampled, full] == [shown([seed[place] for seed in seeds]) for place in (0, 3)]
+        assert float(price) == pytest.approx(epsilon((Release(float(noise), 0.05, 160),), delta=1e-5), rel=1e-3)
 
 
 def told(cell: dict[str, str] | None, form: str = ",.0f") -> str:

@@ -10,6 +10,7 @@ from protofed.evaluation.significance import (
     average_seeds,
     bootstrap_difference,
     bootstrap_interval,
+    bootstrap_means,
     mean_and_std,
 )
 
@@ -55,6 +56,15 @@ def test_intervals_equal_a_loop_over_draws_and_users():
     slow = slow_bootstrap(t.sums, t.counts, RNG(5), draws=300)
     assert (found.low, found.high) == pytest.approx(tuple(np.quantile(slow, [0.025, 0.975])))
     assert found.mean == pytest.approx(slow_mean(t.sums, t.counts, list(range(len(t.sums)))))
+
+
+def test_tables_drawn_together_each_keep_their_own_queries_and_slices():
+    counts = RNG(3).integers(1, 4, size=(9, 3))
+    others = RNG(4).integers(1, 4, size=(9, 3))
+    tables = [PerUser(RNG(seed).random(of.shape) * of, of) for seed, of in ((0, counts), (1, others), (2, counts))]
+    tables.append(PerUser(tables[0].sums[:, :2], counts[:, :2]))
+    for found, each in zip(bootstrap_means(tables, RNG(5), 40), tables, strict=True):
+        assert found == pytest.approx(slow_bootstrap(each.sums, each.counts, RNG(5), draws=40))
 
 
 def test_the_interval_of_a_plain_mean_has_the_textbook_width():
