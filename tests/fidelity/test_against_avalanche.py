@@ -25,6 +25,7 @@ from protofed.methods.baselines.buffer import reservoir
 from protofed.methods.baselines.ewc import EWC, choice_probabilities, diagonal_fisher, joint_anchor, log_likelihood
 from protofed.methods.baselines.importance import (
     Examples,
+    Springs,
     drawing_back,
     drawn_examples,
     mean_gradient_sizes,
@@ -198,7 +199,7 @@ def test_our_strength_is_twice_avalanches_lambda(same):
     plugin.before_backward(strategy)
     zero = torch.zeros(1, 1, dtype=torch.int64)
     strength = 2 * 0.75
-    penalty = drawing_back(strength / 2, anchor, fisher, Notes())(model, Windows(zero[0], zero, zero, zero, zero[0]))
+    penalty = drawing_back(Springs(strength / 2, anchor, fisher))(model, Windows(zero[0], zero, zero, zero, zero[0]))
     same({"penalty": penalty.sum()}, {"penalty": strategy.loss}, 1e-6)  # Avalanche adds up in float32
     slopes = [torch.autograd.grad(total, list(model.parameters())) for total in (penalty.sum(), strategy.loss)]
     same(*({str(place): slope for place, slope in enumerate(found)} for found in slopes))
@@ -211,7 +212,7 @@ def test_three_slices_of_ewc_end_at_avalanches_weights(mode, decay, same):
     (model, optimiser), strength = begun(), 2 * 0.5
     anchor, total, notes = weights_of(model), zeros_of(model), Notes()
     for examples, expected in zip(slices(), trained_by(plugin, 1), strict=True):
-        descended(optimiser, model, examples, 1, extra=drawing_back(strength / 2, anchor, total, notes))
+        descended(optimiser, model, examples, 1, extra=drawing_back(Springs(strength / 2, anchor, total, notes)))
         same(weights_of(model), expected)
         added, old = diagonal_fisher(model, examples, "true", Generator()), {n: decay * t for n, t in total.items()}
         newest = weights_of(model)
@@ -307,7 +308,7 @@ def test_three_slices_of_mas_end_at_avalanches_weights(same):
     (model, optimiser), strength = begun(), 0.02
     anchor, total, notes = weights_of(model), zeros_of(model), Notes()
     for place, (examples, expected) in enumerate(zip(slices(), trained_by(MASPlugin(strength, 0.5), 1), strict=True)):
-        descended(optimiser, model, examples, 1, extra=drawing_back(strength, anchor, total, notes))
+        descended(optimiser, model, examples, 1, extra=drawing_back(Springs(strength, anchor, total, notes)))
         same(weights_of(model), expected)
         anchor, added = weights_of(model), sensitivity(model, examples, "logits")
         total = {name: (total[name] + value) / 2 if place else value for name, value in added.items()}
@@ -356,7 +357,7 @@ def test_on_a_cpu_avalanches_si_as_it_is_never_sees_a_weight_move():
 
 
 def watching(model: SASRec, strength: float, anchor: dict, importance: dict) -> EarningDescent:
-    return EarningDescent(FREE, strength, anchor, importance, zeros_of(model), deque(), Notes())
+    return EarningDescent(FREE, Springs(strength, anchor, importance), zeros_of(model), deque())
 
 
 def flat_like(model: SASRec, values: dict) -> dict[str, Tensor]:

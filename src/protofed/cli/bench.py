@@ -37,7 +37,7 @@ COLUMNS = (("sampled", "all"), ("sampled", "novel"), ("full", "all"), ("full", "
 
 def bench(
     out: Annotated[Path | None, typer.Option(help="the bench's folder; the same command resumes it")] = None,
-    config: Annotated[Path | None, typer.Option(help="a TOML file: [grid], [settings], [[variant]], [sweep]")] = None,
+    config: Annotated[Path | None, typer.Option(help="a TOML file: grid, settings, variants, sweep")] = None,
     datasets: Annotated[str | None, typer.Option(help="comma-separated; goes before the file's")] = None,
     methods: Annotated[str | None, typer.Option(help="comma-separated; goes before the file's")] = None,
     seeds: Annotated[str | None, typer.Option(help="comma-separated; goes before the file's")] = None,

@@ -1,5 +1,6 @@
 """EWC: the Fisher is a mean of squared per-event gradients, springs pull as they should, 0 is FineTune-Last."""
 
+import copy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -10,11 +11,14 @@ import torch
 from torch import Generator
 from worlds import LENGTH, learned, questions, random_model, tiny_config, tiny_stream, warmed_up
 
-from protofed.backbone.extras import Notes
+from protofed.backbone.losses import LOSSES
+from protofed.backbone.one_window import OneWindowLoss
 from protofed.backbone.training import PlainDescent
 from protofed.methods.baselines.ewc import EWC, choice_probabilities, diagonal_fisher, joint_anchor, log_likelihood
 from protofed.methods.baselines.importance import (
     Examples,
+    Springs,
+    SprungInRounds,
     drawing_back,
     drawn_examples,
     mean_gradient_sizes,
@@ -26,6 +30,7 @@ from protofed.methods.baselines.importance import (
 )
 from protofed.methods.protocol import World
 from protofed.methods.state import pack, unpack
+from protofed.privacy.descent import Meter, PrivateDescent
 from protofed.slices.histories import BOS, PAD
 from protofed.slices.windows import NO_TARGET, Windows
 
@@ -146,12 +151,37 @@ def test_the_mean_loss_of_a_batch_gains_the_penalty_once():
     ones = {name: torch.ones_like(weight) for name, weight in anchor.items()}
     targets = torch.tensor([[1, 2, 3], [4, NO_TARGET, NO_TARGET]])
     batch = Windows(torch.arange(2), torch.full((2, 6), BOS), torch.zeros_like(targets), targets, torch.zeros(2).long())
-    notes = Notes()
-    added = drawing_back(0.5, anchor, ones, notes)(model, batch)
+    springs = Springs(0.5, anchor, ones)
+    added = drawing_back(springs)(model, batch)
     expected = 0.5 * 0.01 * sum(weight.numel() for weight in anchor.values())
     assert float(added.detach().sum() / 4) == pytest.approx(expected, rel=1e-4)
-    assert notes.mean("penalty") == pytest.approx(expected, rel=1e-4)
-    assert drawing_back(0.0, anchor, ones, notes) is None
+    assert springs.mean() == pytest.approx(expected, rel=1e-4)
+    assert drawing_back(Springs(0.0, anchor, ones)) is None
+
+
+def in_one_round(springs: Springs | None) -> tuple[dict[str, torch.Tensor], PrivateDescent]:
+    """What a private round with noise leaves in the gradients of a model, with and without springs."""
+    slice_, model = tiny_stream().slice_(1), copy.deepcopy(warmed_up()[0]).requires_grad_(True)
+    private = PrivateDescent(3, 1.0, 0.3, 0.5, 1, slice_.past.n_users, Meter(0, 1))
+    descend = private if springs is None else SprungInRounds(private, springs)
+    (round_,) = descend.rounds()
+    windows = descend.cohort(slice_.past, slice_.train_positions, round_, length=LENGTH, stride=6)
+    loss = OneWindowLoss(model, LOSSES["softmax"], 8, model.n_rows, 6)
+    descend.gradients(loss, windows, torch.optim.SGD(model.parameters(), lr=0.1))
+    return {name: weight.grad for name, weight in model.named_parameters()}, private
+
+
+def test_in_a_private_round_the_springs_pull_after_the_noise_and_nobodys_clip_feels_them():
+    weights, rng = weights_of(warmed_up()[0]), Generator().manual_seed(0)
+    anchor = {name: weight + torch.randn(weight.shape, generator=rng) for name, weight in weights.items()}
+    importance = {name: 100 * torch.rand(weight.shape, generator=rng) for name, weight in weights.items()}
+    springs = Springs(0.5, anchor, importance)
+    (held, private), (free, alone) = in_one_round(springs), in_one_round(None)
+    assert private.meter == alone.meter  # who took part and who was clipped
+    for name, weight in weights.items():
+        pull = 2 * 0.5 * importance[name] * (weight - anchor[name])
+        assert torch.allclose(held[name], free[name] + pull, rtol=1e-5, atol=1e-6)
+    assert springs.mean() == pytest.approx(0.5 * float(quadratic(weights, anchor, importance)), rel=1e-5)
 
 
 def test_importances_are_scaled_by_the_mean_of_those_that_are_not_zero():

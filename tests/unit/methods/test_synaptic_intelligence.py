@@ -11,10 +11,9 @@ import torch
 from torch import nn
 from worlds import learned, questions, tiny_config, tiny_stream, warmed_up
 
-from protofed.backbone.extras import Notes
 from protofed.backbone.training import Fit, PlainDescent
 from protofed.methods.baselines import synaptic_intelligence
-from protofed.methods.baselines.importance import quadratic, weights_of, zeros_of
+from protofed.methods.baselines.importance import Springs, quadratic, weights_of, zeros_of
 from protofed.methods.baselines.synaptic_intelligence import (
     EarningDescent,
     SynapticIntelligence,
@@ -60,7 +59,7 @@ def a_batch() -> Windows:
 
 def earning(**settings: Any) -> EarningDescent:
     nothing = {"w": torch.zeros(2)}
-    plain = {"descend": PlainDescent(1e9), "strength": 0.0, "anchor": {}, "importance": {}, "notes": Notes()}
+    plain = {"descend": PlainDescent(1e9), "springs": Springs(0.0, {}, {})}
     return EarningDescent(**(plain | {"earned": nothing, "epochs": deque([{"w": torch.zeros(2)}])} | settings))
 
 
@@ -106,17 +105,13 @@ def test_weight_decay_earns_nothing():
 
 def test_the_penalty_moves_the_weights_but_has_no_part_in_the_gradient():
     weight = nn.Parameter(torch.tensor([1.0, -2.0]))
-    springs = {
-        "strength": 0.5,
-        "anchor": {"w": torch.tensor([0.0, 0.0])},
-        "importance": {"w": torch.tensor([4.0, 0.0])},
-    }
-    watch = earning(**springs)
+    springs = Springs(0.5, {"w": torch.tensor([0.0, 0.0])}, {"w": torch.tensor([4.0, 0.0])})
+    watch = earning(springs=springs)
     watch(squares(weight), a_batch(), torch.optim.SGD([{"params": [weight], "weight_decay": 0.0}], lr=0.1))
     # the penalty 0.5 * 4 * w0^2 adds a gradient of 4 to the loss's own 2
     assert weight.tolist() == pytest.approx([1 - 0.1 * (2 + 4), -1.2])
     assert watch.earned["w"].tolist() == pytest.approx([2 * 0.6, 8 * 0.8])
-    assert watch.notes.mean("penalty") == pytest.approx(0.5 * 4 * 1)
+    assert springs.mean() == pytest.approx(0.5 * 4 * 1)
 
 
 def test_consolidation_by_hand():

@@ -10,7 +10,8 @@ How it differs: each F_t is scaled to mean 1 over its non-zero entries, so that 
 `anchors="separate"` is the original sum of one spring per slice; a sum of squares is again one square, around the
 F-weighted mean of all anchors, so it needs no more memory. A row that is new in a slice is free in it.
 Privacy: F is a statistic of raw events, so a private run estimates it, after every slice, on the base block's train
-events, which are not protected, at the weights that the slice released; the anchor has been released anyway.
+events, which are not protected, at the weights that the slice released. The anchor has been released too, so the
+spring pulls after the noise, outside of every clip.
 """
 
 from dataclasses import dataclass

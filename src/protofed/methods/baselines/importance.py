@@ -1,7 +1,7 @@
 """What the regularisation baselines share: a slice's fine-tuning, quadratic anchors, per-example gradients."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -11,14 +11,15 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from protofed.backbone.extras import Extra, Lots, Notes
+from protofed.backbone.one_window import OneWindowLoss
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.small_modules import small_parameters
-from protofed.backbone.training import Descend, Fit
+from protofed.backbone.training import Descend, Fit, InRounds, WindowLosses
 from protofed.methods.baselines.finetune_last import fine_tuned
 from protofed.methods.frozen import BackboneState, rows_for
 from protofed.methods.protocol import World
 from protofed.seeds import numpy_stream, stream
-from protofed.slices.histories import tokens_ending_at
+from protofed.slices.histories import Histories, tokens_ending_at
 from protofed.slices.stream import TimeSlice
 from protofed.slices.windows import Windows, real_targets
 
@@ -35,28 +36,86 @@ class AnchoredState(BackboneState):
     importance: dict[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Springs:
+    """strength * sum of importance * (weight - anchor)^2, and the mean of what it was in a training."""
+
+    strength: float
+    anchor: Weights
+    importance: Weights
+    notes: Notes = field(default_factory=Notes)
+
+    def penalty(self, weights: Weights) -> Float[Tensor, ""]:
+        penalty = self.strength * quadratic(weights, self.anchor, self.importance)
+        self.notes.add("penalty", penalty)
+        return penalty
+
+    def pull(self, weights: Weights) -> None:
+        """Adds the penalty's gradient to what every weight has in its `grad`."""
+        if self.strength:
+            self.penalty(weights).backward()
+
+    def mean(self) -> float:
+        return self.notes.mean("penalty")
+
+
+class AroundRounds:
+    """A descent that takes its rounds and cohorts from the private one that it goes around."""
+
+    __slots__ = ()
+    descend: Descend
+
+    def private(self) -> InRounds:
+        assert isinstance(self.descend, InRounds)
+        return self.descend
+
+    def rounds(self) -> range:
+        return self.private().rounds()
+
+    def cohort(self, past: Histories, positions: np.ndarray, round_: int, *, length: int, stride: int) -> Windows:
+        return self.private().cohort(past, positions, round_, length=length, stride=stride)
+
+
+@dataclass(frozen=True, slots=True)
+class SprungInRounds(AroundRounds):
+    """A private descent whose noised gradient gains that of the springs, which depends on released weights alone."""
+
+    descend: Descend
+    springs: Springs
+
+    def gradients(self, loss: OneWindowLoss, batch: Windows, optimiser: torch.optim.Optimizer) -> None:
+        self.private().gradients(loss, batch, optimiser)
+        self.springs.pull(dict(loss.model.named_parameters()))
+
+    def __call__(self, losses: WindowLosses | OneWindowLoss, batch: Windows, optimiser: torch.optim.Optimizer) -> None:
+        assert isinstance(losses, OneWindowLoss)
+        self.gradients(losses, batch, optimiser)
+        optimiser.step()
+
+
 def drawn_back(
     world: World, state: AnchoredState, slice_: TimeSlice, descend: Descend, strength: float
 ) -> tuple[SASRec, Fit, float]:
     """The slice fine-tuned under strength * sum of importance * (weight - anchor)^2, and the mean of that penalty."""
-    notes = Notes()
     device = state.backbone.items.device
-    extra = drawing_back(strength, on(state.anchor, device), on(state.importance, device), notes)
-    model, fit = fine_tuned(world, rows_for(world, state.backbone, slice_), slice_, descend, extra=extra)
-    return model, fit, notes.mean("penalty")
+    springs = Springs(strength, on(state.anchor, device), on(state.importance, device))
+    first = rows_for(world, state.backbone, slice_)
+    if isinstance(descend, InRounds):
+        model, fit = fine_tuned(world, first, slice_, SprungInRounds(descend, springs))
+    else:
+        model, fit = fine_tuned(world, first, slice_, descend, extra=drawing_back(springs))
+    return model, fit, springs.mean()
 
 
-def drawing_back(strength: float, anchor: Weights, importance: Weights, notes: Notes) -> Extra | None:
+def drawing_back(springs: Springs) -> Extra | None:
     """The penalty as an addition to each window's summed loss, so that the mean loss gains it once; None for 0."""
-    if strength == 0:
+    if springs.strength == 0:
         return None
 
     def losses(model: SASRec, batch: Windows, lots: Lots, notes: Notes) -> Float[Tensor, " W"]:
-        penalty = strength * quadratic(dict(model.named_parameters()), anchor, importance)
-        notes.add("penalty", penalty)
-        return penalty * real_targets(batch)
+        return springs.penalty(dict(model.named_parameters())) * real_targets(batch)
 
-    return Extra(losses, notes)
+    return Extra(losses, springs.notes)
 
 
 def quadratic(weights: Weights, anchor: Weights, importance: Weights) -> Float[Tensor, ""]:

@@ -9,7 +9,8 @@ How it differs: F(x) is the vector of logits of 100 uniform items. The last hidd
 of a LayerNorm, which keeps its length nearly constant: what lies before the norm would hardly count. Each slice's
 importances are scaled to mean 1 over their non-zero entries; a row that is new in a slice is free in it.
 Privacy: no labels are used, but the histories are: a private run takes those of the base block, which are not
-protected, after every slice, at the weights that the slice released.
+protected, after every slice, at the weights that the slice released. The penalty depends on released weights alone, so
+its gradient is added after the noise, outside of every clip.
 """
 
 from collections.abc import Mapping

@@ -15,22 +15,21 @@ on a private descent g is the noised gradient (`EarningInRounds`), and the warm-
 from collections import deque
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from protofed.backbone.extras import Notes
 from protofed.backbone.one_window import OneWindowLoss
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend, Fit, InRounds, PlainDescent, Task, WindowLosses, train
 from protofed.methods.baselines.finetune_last import fine_tuned
 from protofed.methods.baselines.importance import (
     AnchoredState,
+    AroundRounds,
+    Springs,
     Weights,
     on,
     padded,
-    quadratic,
     share_above_zero,
     weights_of,
     zeros_of,
@@ -40,7 +39,7 @@ from protofed.methods.protocol import Diagnostics, World
 from protofed.methods.variants import is_peft
 from protofed.progress import Progress, silent
 from protofed.seeds import stream
-from protofed.slices.histories import Histories, Queries
+from protofed.slices.histories import Queries
 from protofed.slices.leaks import Evidence
 from protofed.slices.stream import TimeSlice
 from protofed.slices.windows import Windows
@@ -54,12 +53,9 @@ class EarningDescent:
     """
 
     descend: Descend
-    strength: float
-    anchor: Weights
-    importance: Weights
+    springs: Springs
     earned: dict[str, Tensor]
     epochs: deque[dict[str, Tensor]]
-    notes: Notes
     report: Progress = silent
 
     def __call__(self, losses: WindowLosses, batch: Windows, optimiser: torch.optim.Optimizer) -> None:
@@ -73,19 +69,12 @@ class EarningDescent:
             mean = sums.sum() / counts.sum().clamp(min=1)
             found = torch.autograd.grad(mean, list(weights.values()), retain_graph=True, materialize_grads=True)
             gradients.update(zip(weights, found, strict=True))
-            return self._penalised(sums, counts, weights), counts
+            return (sums + self.springs.penalty(weights) * counts if self.springs.strength else sums), counts
 
         self.descend(watched, batch, optimiser)
         kept = 1 - group["lr"] * group["weight_decay"]  # decay is no learning
         for name, weight in weights.items():
             self.earned[name] -= gradients[name] * (weight.detach() - kept * before[name])
-
-    def _penalised(self, sums: Tensor, counts: Tensor, weights: Weights) -> Tensor:
-        if self.strength == 0:
-            return sums
-        penalty = self.strength * quadratic(weights, self.anchor, self.importance)
-        self.notes.add("penalty", penalty)
-        return sums + penalty * counts
 
     def progress(self, task: str, done: int | float, total: int | float | None, note: str = "") -> None:
         self.epochs.append({name: tensor.clone() for name, tensor in self.earned.items()})
@@ -98,7 +87,7 @@ class EarningDescent:
 
 
 @dataclass(slots=True)
-class EarningInRounds(EarningDescent):
+class EarningInRounds(AroundRounds, EarningDescent):
     """The same on a private descent: what is earned is counted with the noised gradient, all that may be known of it.
 
     The penalty depends on released weights alone, so its gradient is added to the noised one as it is.
@@ -106,42 +95,27 @@ class EarningInRounds(EarningDescent):
 
     def __call__(self, losses: WindowLosses | OneWindowLoss, batch: Windows, optimiser: torch.optim.Optimizer) -> None:
         assert isinstance(losses, OneWindowLoss)
-        group, descend = optimiser.param_groups[0], self._private()
+        group = optimiser.param_groups[0]
         weights = dict(zip(self.earned, group["params"], strict=True))
         before = {name: weight.detach().clone() for name, weight in weights.items()}
-        descend.gradients(losses, batch, optimiser)
+        self.gradients(losses, batch, optimiser)
         noised = {name: weight.grad.clone() for name, weight in weights.items()}
-        if self.strength:
-            penalty = self.strength * quadratic(weights, self.anchor, self.importance)
-            self.notes.add("penalty", penalty)
-            penalty.backward()
+        self.springs.pull(weights)
         optimiser.step()
         kept = 1 - group["lr"] * group["weight_decay"]
         for name, weight in weights.items():
             self.earned[name] -= noised[name] * (weight.detach() - kept * before[name])
 
-    def _private(self) -> InRounds:
-        assert isinstance(self.descend, InRounds)
-        return self.descend
-
-    def rounds(self) -> range:
-        return self._private().rounds()
-
-    def cohort(self, past: Histories, positions: np.ndarray, round_: int, *, length: int, stride: int) -> Windows:
-        return self._private().cohort(past, positions, round_, length=length, stride=stride)
-
     def gradients(self, loss: OneWindowLoss, batch: Windows, optimiser: torch.optim.Optimizer) -> None:
-        self._private().gradients(loss, batch, optimiser)
+        self.private().gradients(loss, batch, optimiser)
 
 
-def earning(
-    world: World, first: SASRec, descend: Descend, strength: float, anchor: Weights, importance: Weights
-) -> EarningDescent:
+def earning(world: World, first: SASRec, descend: Descend, springs: Springs) -> EarningDescent:
     """A descent that has earned nothing yet; training never goes back by more epochs than its patience."""
     nothing = zeros_of(first)
     epochs = deque([zeros_of(first)], maxlen=world.config.training.patience + 1)
     kind = EarningInRounds if isinstance(descend, InRounds) else EarningDescent
-    return kind(descend, strength, anchor, importance, nothing, epochs, Notes(), world.progress)
+    return kind(descend, springs, nothing, epochs, world.progress)
 
 
 def consolidated(
@@ -160,7 +134,7 @@ def warm_up_again(world: World) -> tuple[SASRec, SASRec, dict[str, Tensor]]:
     training, device = config.training, world.backbone.items.device
     first = SASRec(config.backbone, base.n_train_items, stream(config.seed, "backbone")).to(device)
     task = Task(base, base.train_positions, training.base_epochs, training.learning_rate, training.prompt_rate)
-    watch = earning(world, first, PlainDescent(training.max_grad_norm), 0.0, {}, {})
+    watch = earning(world, first, PlainDescent(training.max_grad_norm), Springs(0.0, {}, {}))
     last, fit = train(first, task, training, seed=config.seed, descend=watch, progress=watch.progress)
     return first, last, watch.earned_until_best(fit)
 
@@ -181,14 +155,14 @@ class SynapticIntelligence:
         old = self._importance_so_far(world, state)
         first, new = rows_for(world, state.backbone, slice_)
         anchor = on(state.anchor, first.items.device)
-        watch = earning(world, first, descend, self.strength, anchor, old)
+        watch = earning(world, first, descend, Springs(self.strength, anchor, old))
         model, fit = fine_tuned(world, (first, new), slice_, watch, progress=watch.progress)
         earned, end = watch.earned_until_best(fit), weights_of(model)
         importance = consolidated(old, earned, weights_of(first), end, self.damping)
         newest = max(state.newest_target, fit.newest_target)
         total = sum(float(tensor.sum()) for tensor in earned.values())
         return AnchoredState(model, slice_.index, newest, end, importance), {
-            "penalty": watch.notes.mean("penalty"),
+            "penalty": watch.springs.mean(),
             "earned": total,
             "important_share": share_above_zero(importance),
             **fit.diagnostics(),
