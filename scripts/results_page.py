@@ -15,7 +15,17 @@ import torch
 
 from protofed.config import from_toml, run_label
 from protofed.evaluation.ranking import hit_rate, ndcg
+from protofed.evaluation.significance import (
+    DRAWS,
+    LEVEL,
+    PerUser,
+    average_seeds,
+    bootstrap_means,
+    mean_over_slices,
+    percentile_interval,
+)
 from protofed.experiments.packed import CANDIDATES, by_index, decoded, read_packed
+from protofed.seeds import seed_of
 
 ROOT = Path(__file__).parents[1]
 PAGE, EXPORT, PACK = (ROOT / path for path in ("docs/results.md", "results/overall.csv", "results/pack"))
@@ -25,6 +35,8 @@ ACCURACY = (
     *(("ndcg@10", *pair) for pair in (("sampled", "all"), ("sampled", "novel"), ("sampled", "repeat"))),
     *(("ndcg@10", "full", "all"), ("ndcg@10", "full", "novel"), ("hr@10", "sampled", "all")),
 )
+GAPS = (("sampled", "all"), ("sampled", "novel"), ("full", "all"), ("full", "novel"))
+OURS, PRIVATE = "protofed-sp (reference)", "private)"  # the private row that is ours, and how the labels of others end
 METRICS = {"ndcg@10": ndcg, "hr@10": hit_rate}
 NO_SUCH_EVENTS = -1.0  # a log without repeats has no figure for them
 COSTS = ("bytes_up", "bytes_down", "trainable_parameters", "trainable_parameters_per_user", "learn")
@@ -104,18 +116,66 @@ def cost_lines(dataset: str) -> list[str]:
 
 def noise_lines(dataset: str) -> list[str]:
     """ProtoFed-SP by its noise: ε, accuracy and forgetting, means and deviations over seeds."""
-    plain = "protofed-sp (reference)"
     asked = [("ndcg@10", "sampled", "all"), ("ndcg@10", "full", "all"), ("AF", "sampled", "all")]
     made = {}
     for name, cells in exported(dataset).items():
-        if name == plain or name.startswith(f"{plain}, privacy.noise_multiplier="):
+        if name == OURS or name.startswith(f"{OURS}, privacy.noise_multiplier="):
             noise, price = (cells[key, "", ""]["text"] for key in ("noise multiplier", "ε"))
             shown = [f"{float(cells[key]['mean']):.3f} ± {float(cells[key]['std']):.3f}" for key in asked]
             made[float(noise)] = f"| {noise} | {price} | " + " | ".join(shown) + " |"
     return [made[noise] for noise in sorted(made)]
 
 
-TABLES: dict[str, Callable[[str], list[str]]] = {"every method": accuracy_lines, "forgetting and costs": cost_lines}
+def by_user(values: np.ndarray, asked: dict[str, np.ndarray], subset: str) -> np.ndarray:
+    """The sum of the values over each user's queries of the subset, a column for each slice from 1 on."""
+    chosen = asked[subset].astype(bool) & (asked["slice"] > 0)
+    users, slices = asked["user"][chosen], asked["slice"][chosen] - 1
+    sums = np.zeros((asked["user"].max() + 1, asked["slice"].max()))
+    np.add.at(sums, (users, slices), values[chosen])
+    return sums
+
+
+def per_user(dataset: str, kind: str, subset: str) -> dict[str, PerUser]:
+    """NDCG@10 of every private row, ours among them, by user and slice, seeds averaged."""
+    streams = by_index(read_packed(PACK / f"{dataset}.queries.parquet"))
+    seeds: dict[str, list[np.ndarray]] = {}
+    for run in read_packed(PACK / f"{dataset}.runs.parquet").to_pylist():
+        label = run_label(from_toml(run["config"]))
+        if run["folder"].split("/")[2] in CELLS and (label == OURS or label.endswith(PRIVATE)):
+            queries = streams[run["queries"]]
+            asked = {name: queries[name].to_numpy() for name in ("slice", "user", "repeat", "all", "novel")}
+            ranks = dict(zip(CANDIDATES, decoded(run["ranks"], asked["repeat"]), strict=True))[kind]
+            found = ndcg(torch.from_numpy(ranks.astype(np.int64)), 10).numpy()
+            seeds.setdefault(label, []).append(by_user(found, asked, subset))
+            counts = by_user(np.ones(len(found)), asked, subset).astype(np.int64)
+    return {label: average_seeds(np.stack(each), counts) for label, each in seeds.items()}
+
+
+def gap_lines(dataset: str) -> list[str]:
+    """ProtoFed-SP minus each other private row, the strongest rival first; 95 % intervals over users."""
+    cells: dict[str, list[str]] = {}
+    for kind, subset in GAPS:
+        tables = per_user(dataset, kind, subset)
+        others = sorted((name for name in tables if name != OURS), key=lambda name: -mean_over_slices(tables[name]))
+        rng = np.random.default_rng(seed_of(0, "differences", kind, subset))
+        ours, *theirs = bootstrap_means([tables[OURS], *(tables[name] for name in others)], rng, DRAWS)
+        for name, draws in zip(others, theirs, strict=True):
+            gap = mean_over_slices(tables[OURS]) - mean_over_slices(tables[name])
+            low, high = (short(end) for end in percentile_interval(ours - draws, LEVEL))
+            cells.setdefault(name, []).append(f"{short(gap, '+')} [{low}, {high}]")
+    return [f"| {name} | " + " | ".join(row) + " |" for name, row in cells.items()]
+
+
+def short(value: float, sign: str = "") -> str:
+    """Three digits without the zero before the point."""
+    return f"{value:{sign}.3f}".replace("0.", ".", 1).replace("-", "\N{MINUS SIGN}")
+
+
+TABLES: dict[str, Callable[[str], list[str]]] = {
+    "every method": accuracy_lines,
+    "forgetting and costs": cost_lines,
+    f"{OURS} minus": gap_lines,
+}
 
 
 def rewritten(page: str) -> str:

@@ -1,15 +1,17 @@
 """The figures of a section: accuracy and forgetting over slices, and a heat map of A[s, t] per row."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float
 
-from protofed.report.svg import FAINT, INK, Stroke, figure, to_inline_svg
+from protofed.report.svg import Stroke, colour_map, figure, plot_attributes, to_inline_svg
 
 LINE_PLOT = (400.0, 240.0)  # points
 HEAT_MAP = (250.0, 240.0)
+LEFT, TOP, GRID = 27.0, 3.0, 209.0  # where its cells begin, and how wide they are together
+DARK, LIGHT = "#16181d", "#f4f4f0"  # letters on cells
 MOST_ANNOTATED = 13  # slices; with more, numbers inside the cells would overlap
 
 
@@ -52,46 +54,57 @@ def line_plot(curves: Sequence[Curve], *, first_slice: int, title: str, name: st
         return to_inline_svg(drawn, name, f"{title} over slices, one line per method")
 
 
-def heat_map(matrix: Float[np.ndarray, "S S"], *, limits: tuple[float, float], label: str, name: str) -> str:
-    """A[s, t] as coloured cells: rows are slices tested, columns the last slice trained; the diagonal is framed."""
-    with figure(*HEAT_MAP) as (drawn, axes):
-        size = len(matrix)
-        low, high = limits
-        mesh = axes.pcolormesh(np.ma.masked_invalid(matrix), cmap="cividis", vmin=low, vmax=high, linewidth=0)
-        mesh.set_edgecolor("face")
-        for s in range(size):
-            axes.add_patch(_frame(s))
-        if size <= MOST_ANNOTATED:
-            _annotate(axes, matrix, limits)
-        axes.set_xticks(np.arange(size) + 0.5, [str(t) for t in range(size)])
-        axes.set_yticks(np.arange(size) + 0.5, [str(s) for s in range(size)])
-        axes.invert_yaxis()
-        axes.set_aspect("equal")
-        axes.tick_params(length=0)
-        for spine in axes.spines.values():
-            spine.set_visible(False)
-        axes.set_xlabel("trained up to slice t")
-        axes.set_ylabel("tested on slice s")
-        return to_inline_svg(drawn, name, f"A[s, t] of {label}")
+def heat_map(matrix: Float[np.ndarray, "S S"], *, limits: tuple[float, float], label: str) -> str:
+    """A[s, t] as coloured cells: rows are slices tested, columns the last slice trained; the diagonal is framed.
+
+    Written as SVG by hand: a page has one for each row, and this is a quarter of what a plotting library writes.
+    """
+    size, (low, high), (width, height) = len(matrix), limits, HEAT_MAP
+    side, places = GRID / size, range(size)  # inside the grid a cell is 1 wide and 1 high
+    shades = (matrix - low) / (high - low) if high > low else np.zeros_like(matrix)
+    frames = "".join(_square(s, s) for s in places)
+    numbers = _numbers(matrix, shades) if size <= MOST_ANNOTATED else []
+    across = [_word(LEFT + (t + 0.5) * side, TOP + GRID + 11, str(t)) for t in places]
+    down = [_word(LEFT - 7, TOP + (s + 0.5) * side + 3, str(s)) for s in places]
+    return "".join(
+        [
+            f'<svg {plot_attributes(width, f"A[s, t] of {label}")} viewBox="0 0 {width:g} {height:g}">',
+            f'<g transform="translate({LEFT:g} {TOP:g})scale({side:.6g})">',
+            *('<g shape-rendering="crispEdges">', *_cells(matrix, shades), "</g>"),
+            *(f'<g font-size="{7 / side:.3g}" text-anchor="middle">', *numbers, "</g>"),
+            f'<path d="{frames}" fill="none" stroke="currentColor" stroke-width="{1.2 / side:.2g}"/></g>',
+            *('<g font-size="9" text-anchor="middle" fill="currentColor">', *across, *down),
+            _word(LEFT + GRID / 2, height - 3, "trained up to slice t"),
+            f'<text transform="translate(9 {TOP + GRID / 2:g})rotate(-90)">tested on slice s</text></g></svg>',
+        ]
+    )
 
 
-def _frame(s: int) -> object:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((s, s), 1, 1, fill=False, edgecolor=INK, linewidth=1.2)
-
-
-def _annotate(axes: object, matrix: Float[np.ndarray, "S S"], limits: tuple[float, float]) -> None:
-    low, high = limits
-    for (s, t), value in np.ndenumerate(matrix):
-        if np.isfinite(value):
-            shade = (value - low) / (high - low) if high > low else 0.0
-            colour = "#16181d" if shade > 0.5 else "#f4f4f0"
-            axes.text(t + 0.5, s + 0.5, in_cell(value), ha="center", va="center", color=colour, size=7)  # type: ignore[attr-defined]
-        else:
-            axes.text(t + 0.5, s + 0.5, "–", ha="center", va="center", color=FAINT, size=7)  # type: ignore[attr-defined]
+def _cells(matrix: Float[np.ndarray, "S S"], shades: Float[np.ndarray, "S S"]) -> Iterator[str]:
+    """A square in its colour for every cell that has a value."""
+    known = np.isfinite(matrix)
+    colours = (255 * colour_map("cividis")(np.where(known, shades, 0.0))[..., :3]).round().astype(int)
+    for s, t in np.argwhere(known).tolist():
+        yield '<path fill="#{:02x}{:02x}{:02x}" d="{}"/>'.format(*colours[s, t], _square(s, t))
 
 
-def in_cell(value: float) -> str:
+def _square(s: int, t: int) -> str:
+    return f"M{t} {s}h1v1h-1z"
+
+
+def _word(x: float, y: float, text: str) -> str:
+    return f'<text x="{x:.4g}" y="{y:.4g}">{text}</text>'
+
+
+def _numbers(matrix: Float[np.ndarray, "S S"], shades: Float[np.ndarray, "S S"]) -> Iterator[str]:
+    """What each cell holds, dark on light and light on dark; a dash where nothing is known."""
+    known = np.isfinite(matrix)
+    for colour, chosen in ((DARK, known & (shades > 0.5)), (LIGHT, known & (shades <= 0.5)), ("var(--faint)", ~known)):
+        if chosen.any():
+            words = (_word(t + 0.5, s + 0.6, _in_cell(matrix[s, t])) for s, t in np.argwhere(chosen).tolist())
+            yield f'<g fill="{colour}">{"".join(words)}</g>'
+
+
+def _in_cell(value: float) -> str:
     """Two decimals without the leading zero, as fits in a cell: .63."""
-    return f"{value:.2f}".replace("0.", ".", 1)
+    return f"{value:.2f}".replace("0.", ".", 1) if np.isfinite(value) else "–"

@@ -174,7 +174,7 @@ def to_csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def data_uri(text: str) -> str:
     """A link that holds the CSV itself."""
-    return "data:text/csv;charset=utf-8," + quote(text, safe="")
+    return "data:text/csv;charset=utf-8," + quote(text, safe=",")
 
 
 def sort_value(cell: Cell) -> str | None:

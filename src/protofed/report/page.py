@@ -248,10 +248,9 @@ def _line_drawing(name: str, caption: str, axis: str, curves: Sequence[Curve]) -
 
 def _heat_drawing(slug: str, place: int, row: Row, limits: tuple[float, float]) -> Drawing:
     matrix = mean_matrix(row)
-    name = f"{slug}-heat-{place}"
-    svg = heat_map(matrix, limits=limits, label=row.label, name=name)
+    svg = heat_map(matrix, limits=limits, label=row.label)
     tidy = [(s, t, float(value)) for (s, t), value in np.ndenumerate(matrix)]
-    return Drawing(name, row.label, svg, to_csv(["slice_tested", "slice_trained", "ndcg@10"], tidy))
+    return Drawing(f"{slug}-heat-{place}", row.label, svg, to_csv(["slice_tested", "slice_trained", "ndcg@10"], tidy))
 
 
 def _limits(matrices: Sequence[np.ndarray]) -> tuple[float, float]:

@@ -58,18 +58,27 @@ def swatch(look: Stroke) -> str:
     )
 
 
+def _matplotlib() -> Any:
+    try:
+        import matplotlib.figure
+    except ImportError as problem:
+        raise MissingExtra("matplotlib", "report") from problem
+    return matplotlib
+
+
+def colour_map(name: str) -> Any:
+    """Numbers from 0 to 1 as colours."""
+    return _matplotlib().colormaps[name]
+
+
 @contextmanager
 def figure(width: float, height: float) -> Iterator[tuple[Any, Any]]:
     """An empty Matplotlib figure of so many points, and its axes, in the page's look."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as problem:
-        raise MissingExtra("matplotlib", "report") from problem
+    matplotlib = _matplotlib()
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # a reader's own matplotlibrc must not change the page
         matplotlib.rcParams.update(_look())
-        drawn = Figure(figsize=(width / 72, height / 72), layout="constrained")
+        drawn = matplotlib.figure.Figure(figsize=(width / 72, height / 72), layout="constrained")
         yield drawn, drawn.subplots()
 
 
@@ -103,9 +112,14 @@ def to_inline_svg(drawn: Any, name: str, description: str) -> str:
     for change in (_without_own_style, _in_page_font, _in_page_colours, _slim):
         text = change(text)
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)
-    widest = round(1.45 * 72 * drawn.get_figwidth())  # beyond, its letters would outgrow the page's
-    attributes = f'class="plot" role="img" aria-label="{_escaped(description)}" style="max-width: {widest}px"'
+    attributes = plot_attributes(72 * drawn.get_figwidth(), description).replace("\\", "\\\\")
     return re.sub(r'^<svg([^>]*?) width="[^"]*" height="[^"]*"', rf"<svg {attributes}\1", text, count=1)
+
+
+def plot_attributes(width: float, description: str) -> str:
+    """Of an <svg> of so many points: its class, what it is to those who cannot see it, and the most it may grow."""
+    widest = round(1.45 * width)  # beyond, its letters would outgrow the page's
+    return f'class="plot" role="img" aria-label="{_escaped(description)}" style="max-width: {widest}px"'
 
 
 def _without_own_style(text: str) -> str:
@@ -138,4 +152,4 @@ def _slim(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;").replace("\\", "\\\\")
+    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")

@@ -1,9 +1,12 @@
 """Figures as SVG: smaller, the same picture, and no byte that depends on a last digit."""
 
 import re
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
+from protofed.report.figures import heat_map
 from protofed.report.svg import _slim, figure, to_inline_svg
 
 DRAWN = """<svg>
@@ -49,3 +52,17 @@ def test_numbers_on_an_axis_keep_their_digits():
         page = to_inline_svg(drawn, "plot", "small numbers")
     written = re.findall(r"<text[^>]*>([^<]*)</text>", page)
     assert written == ["0.7696", "6.977", "\N{MINUS SIGN}0.0025", "0.0075"]
+
+
+def test_a_heat_map_has_a_coloured_cell_and_a_number_for_every_value_and_a_dash_for_none():
+    matplotlib = pytest.importorskip("matplotlib")
+    matrix = np.array([[0.30, 0.42], [np.nan, 0.50]])
+    drawn = heat_map(matrix, limits=(0.3, 0.5), label='a "b" <c>')
+    shown = ElementTree.fromstring(drawn)
+    assert shown.get("aria-label") == 'A[s, t] of a "b" <c>'
+    cells = re.findall(r'fill="(#\w+)" d="M(\d \d)h1v1h-1z"', drawn)
+    hue = {shade: matplotlib.colors.to_hex(matplotlib.colormaps["cividis"](shade)) for shade in (0.0, 0.6, 1.0)}
+    assert cells == [(hue[0.0], "0 0"), (hue[0.6], "1 0"), (hue[1.0], "1 1")]  # column, row
+    words = [element.text for element in shown.iter("text")]
+    assert sorted(words[:4]) == sorted([".30", ".42", "–", ".50"])
+    assert words[4:] == ["0", "1", "0", "1", "trained up to slice t", "tested on slice s"]
