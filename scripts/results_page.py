@@ -4,13 +4,12 @@ python scripts/results_page.py            # `make report` does it after the expo
 """
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from protofed.config import from_toml, run_label
@@ -28,7 +27,8 @@ from protofed.experiments.packed import CANDIDATES, by_index, decoded, read_pack
 from protofed.seeds import seed_of
 
 ROOT = Path(__file__).parents[1]
-PAGE, EXPORT, PACK = (ROOT / path for path in ("docs/results.md", "results/overall.csv", "results/pack"))
+PAGE, EXPORT = ROOT / "docs" / "results.md", ROOT / "results" / "overall.csv"
+PACK, SWEEPS = ROOT / "results" / "pack", ROOT / "results" / "sensitivity"
 DATASETS = ("gowalla_1k", "yelp", "amazon_beauty", "taobao")
 CELLS = ("default", "nodp", "private")  # of the overall tables; other variants have tables of their own
 ACCURACY = (
@@ -44,24 +44,46 @@ COSTS = ("bytes_up", "bytes_down", "trainable_parameters", "trainable_parameters
 Values = list[float]  # one for each seed
 
 
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A packed run: its cell's variant, its row in a report, and the rank of every query by kind of candidates."""
+
+    variant: str
+    label: str
+    asked: dict[str, np.ndarray]
+    ranks: dict[str, torch.Tensor]
+
+
+def answered(dataset: str, pack: Path = PACK) -> Iterator[Answered]:
+    streams = by_index(read_packed(pack / f"{dataset}.queries.parquet"))
+    for run in read_packed(pack / f"{dataset}.runs.parquet").to_pylist():
+        queries = streams[run["queries"]]
+        asked = {name: queries[name].to_numpy() for name in ("slice", "user", "all", "novel", "repeat")}
+        ranks = (torch.from_numpy(kind.astype(np.int64)) for kind in decoded(run["ranks"], asked["repeat"]))
+        label = run_label(from_toml(run["config"]))
+        yield Answered(run["folder"].split("/")[2], label, asked, dict(zip(CANDIDATES, ranks, strict=True)))
+
+
 def accuracies(dataset: str) -> dict[str, list[Values]]:
     """By row of the overall table, best first: every column of ACCURACY, mean of A[t, t], from the packed ranks."""
-    streams = by_index(read_packed(PACK / f"{dataset}.queries.parquet"))
-    seeds: dict[str, list[list[float]]] = {}
-    for run in read_packed(PACK / f"{dataset}.runs.parquet").to_pylist():
-        if run["folder"].split("/")[2] in CELLS:
-            seeds.setdefault(run_label(from_toml(run["config"])), []).append(columns_of(run, streams[run["queries"]]))
-    found = {name: [list(column) for column in zip(*each, strict=True)] for name, each in seeds.items()}
-    return dict(sorted(found.items(), key=lambda row: -mean(row[1][0])))
+    seeds: dict[str, list[Values]] = {}
+    for run in answered(dataset):
+        if run.variant in CELLS:
+            seeds.setdefault(run.label, []).append(columns_of(run))
+    return dict(sorted(by_column(seeds).items(), key=lambda row: -mean(row[1][0])))
 
 
-def columns_of(run: dict[str, Any], queries: pa.Table) -> list[float]:
-    asked = {name: queries[name].to_numpy() for name in ("slice", "all", "novel", "repeat")}
-    ranks = dict(zip(CANDIDATES, decoded(run["ranks"], asked["repeat"]), strict=True))
+def by_column(seeds: dict[str, list[Values]]) -> dict[str, list[Values]]:
+    """The values of each column over seeds, from those of each seed over columns."""
+    return {name: [list(column) for column in zip(*each, strict=True)] for name, each in seeds.items()}
+
+
+def columns_of(run: Answered) -> Values:
+    asked = run.asked
     slices = [t for t in np.unique(asked["slice"]) if t > 0]
     found = []
     for metric, kind, subset in ACCURACY:
-        values = METRICS[metric](torch.from_numpy(ranks[kind].astype(np.int64)), 10).numpy()
+        values = METRICS[metric](run.ranks[kind], 10).numpy()
         chosen = asked[subset].astype(bool)
         asked_of = [values[chosen & (asked["slice"] == t)] for t in slices]
         found.append(mean([float(part.mean()) for part in asked_of]) if all(map(len, asked_of)) else NO_SUCH_EVENTS)
@@ -137,17 +159,12 @@ def by_user(values: np.ndarray, asked: dict[str, np.ndarray], subset: str) -> np
 
 def per_user(dataset: str, kind: str, subset: str) -> dict[str, PerUser]:
     """NDCG@10 of every private row, ours among them, by user and slice, seeds averaged."""
-    streams = by_index(read_packed(PACK / f"{dataset}.queries.parquet"))
     seeds: dict[str, list[np.ndarray]] = {}
-    for run in read_packed(PACK / f"{dataset}.runs.parquet").to_pylist():
-        label = run_label(from_toml(run["config"]))
-        if run["folder"].split("/")[2] in CELLS and (label == OURS or label.endswith(PRIVATE)):
-            queries = streams[run["queries"]]
-            asked = {name: queries[name].to_numpy() for name in ("slice", "user", "repeat", "all", "novel")}
-            ranks = dict(zip(CANDIDATES, decoded(run["ranks"], asked["repeat"]), strict=True))[kind]
-            found = ndcg(torch.from_numpy(ranks.astype(np.int64)), 10).numpy()
-            seeds.setdefault(label, []).append(by_user(found, asked, subset))
-            counts = by_user(np.ones(len(found)), asked, subset).astype(np.int64)
+    for run in answered(dataset):
+        if run.variant in CELLS and (run.label == OURS or run.label.endswith(PRIVATE)):
+            found = ndcg(run.ranks[kind], 10).numpy()
+            seeds.setdefault(run.label, []).append(by_user(found, run.asked, subset))
+            counts = by_user(np.ones(len(found)), run.asked, subset).astype(np.int64)
     return {label: average_seeds(np.stack(each), counts) for label, each in seeds.items()}
 
 
@@ -171,6 +188,28 @@ def short(value: float, sign: str = "") -> str:
     return f"{value:{sign}.3f}".replace("0.", ".", 1).replace("-", "\N{MINUS SIGN}")
 
 
+def sweep_lines(dataset: str) -> list[str]:
+    """ProtoFed-SP with one setting changed at a time, the settings as they are first."""
+    seeds: dict[str, list[Values]] = {}
+    for run in answered(dataset, SWEEPS):
+        seeds.setdefault(run.variant.partition(",")[2], []).append(columns_of(run))
+
+    def place(changed: str) -> tuple[str, float]:
+        setting, _, value = changed.partition("=")
+        return setting, float(value or 0)
+
+    def shown(column: Values) -> str:
+        return f"{mean(column):.4f} ± {stdev(column):.4f}"
+
+    found = by_column(seeds)
+    return [
+        f"| {changed.replace('=', ' = ') or 'as tuned'} | {len(found[changed][0])} | "
+        + " | ".join(shown(column) for column in found[changed])
+        + " |"
+        for changed in sorted(found, key=place)
+    ]
+
+
 TABLES: dict[str, Callable[[str], list[str]]] = {
     "every method": accuracy_lines,
     "forgetting and costs": cost_lines,
@@ -178,9 +217,12 @@ TABLES: dict[str, Callable[[str], list[str]]] = {
 }
 
 
+MORE = (("gowalla_1k", "noise multiplier", noise_lines), ("gowalla_1k", "setting", sweep_lines))
+
+
 def rewritten(page: str) -> str:
     asked = [(dataset, title, lines) for dataset in DATASETS for title, lines in TABLES.items()]
-    for dataset, title, lines in [*asked, ("gowalla_1k", "noise multiplier", noise_lines)]:
+    for dataset, title, lines in [*asked, *MORE]:
         before, head, rest = page.partition(f"| {dataset}, {title} |")
         if not head:
             raise SystemExit(f"docs/results.md has no table that begins with | {dataset}, {title} |")

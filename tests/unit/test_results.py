@@ -32,10 +32,10 @@ def headlines(dataset: str) -> dict[str, list[tuple[float, ...]]]:
 
 
 @cache
-def values_of_runs(dataset: str) -> dict[tuple[str, str], list[tuple[float, ...]]]:
+def values_of_runs(dataset: str, pack: str = "pack") -> dict[tuple[str, str], list[tuple[float, ...]]]:
     """By variant and row: for each seed the mean over slices 1..8 of NDCG@10 in every column, HR@10 of the first."""
-    runs = read_packed(ROOT / "results" / "pack" / f"{dataset}.runs.parquet").to_pylist()
-    streams = by_index(read_packed(ROOT / "results" / "pack" / f"{dataset}.queries.parquet"))
+    runs = read_packed(ROOT / "results" / pack / f"{dataset}.runs.parquet").to_pylist()
+    streams = by_index(read_packed(ROOT / "results" / pack / f"{dataset}.queries.parquet"))
     found: dict[tuple[str, str], list[tuple[float, ...]]] = {}
     for run in sorted(runs, key=lambda run: str(run["folder"])):
         config, queries = from_toml(run["config"]), streams[run["queries"]]
@@ -102,6 +102,19 @@ def test_the_table_of_noise_is_that_of_the_packed_runs_at_the_price_of_their_led
         seeds = runs["default" if noise == "1.1282" else f"noise,privacy.noise_multiplier={noise}"]
         assert [sampled, full] == [shown([seed[place] for seed in seeds]) for place in (0, 3)]
         assert float(price) == pytest.approx(epsilon((Release(float(noise), 0.05, 160),), delta=1e-5), rel=1e-3)
+
+
+def test_the_table_of_settings_is_that_of_the_packed_runs():
+    table = PAGE.partition("| gowalla_1k, setting |")[2].partition("\n\n")[0].splitlines()[2:]
+    runs = {
+        variant.partition(",")[2]: seeds for (variant, _), seeds in values_of_runs("gowalla_1k", "sensitivity").items()
+    }
+    rows = {row.strip("| ").split(" | ")[0].replace(" = ", "="): row.strip("| ").split(" | ")[1:] for row in table}
+    assert set(rows) == {changed or "as tuned" for changed in runs}
+    for changed, seeds in runs.items():
+        found = [f"{np.mean(c):.4f} ± {np.std(c, ddof=1):.4f}" for c in zip(*seeds, strict=True)]
+        assert rows[changed or "as tuned"] == [str(len(seeds)), *found]
+    assert next(iter(rows)) == "as tuned"
 
 
 def told(cell: dict[str, str] | None, form: str = ",.0f") -> str:

@@ -115,6 +115,10 @@ def uniform_reference(n_candidates: int) -> dict[str, float]:
 
 
 LEAST_NDCG_PER_HIT = sum(1 / log2(rank + 1) for rank in range(1, 11)) / 10
+PILED_UP = (
+    "hits pile up low in the list, as no working ranker's do; look for tied scores, few queries or a metric computed "
+    "another way"
+)
 
 
 def check_ndcg_hr_ratio(ndcg10: float, hr10: float) -> str | None:
@@ -125,7 +129,4 @@ def check_ndcg_hr_ratio(ndcg10: float, hr10: float) -> str | None:
     """
     if not hr10 > 0 or not ndcg10 / hr10 < LEAST_NDCG_PER_HIT - 1e-9:  # the slack is for rounding alone
         return None
-    return (
-        f"NDCG@10 / HR@10 is {ndcg10 / hr10:.4f}, below {LEAST_NDCG_PER_HIT:.4f}: hits pile up low in the list, as "
-        "no working ranker's do; look for tied scores, few queries or a metric computed another way"
-    )
+    return f"NDCG@10 / HR@10 is {ndcg10 / hr10:.4f}, below {LEAST_NDCG_PER_HIT:.4f}: {PILED_UP}"

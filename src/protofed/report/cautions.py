@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from protofed.evaluation.ranking import check_ndcg_hr_ratio
+from protofed.evaluation.ranking import LEAST_NDCG_PER_HIT, PILED_UP, check_ndcg_hr_ratio
 from protofed.report.runs import Run, Unfinished
 from protofed.report.sections import Section
 from protofed.report.tables import HEADLINE, MAIN, Results, key_of
@@ -40,13 +40,19 @@ def _of_section(results: Results) -> Iterator[str]:
 
 
 def _low_ndcg(results: Results) -> Iterator[str]:
-    for label, estimates in results.estimates.items():
-        for candidates, subset, metric in HEADLINE:
-            if metric == "ndcg@10":
-                hits = estimates[key_of((candidates, subset, "hr@10"))].mean
-                problem = check_ndcg_hr_ratio(estimates[key_of((candidates, subset, metric))].mean, hits)
-                if problem:
-                    yield f"{label}, {candidates}, {subset} events: {problem}."
+    """One sentence for all rows of a column."""
+    for candidates, subset, metric in HEADLINE:
+        if metric != "ndcg@10":
+            continue
+        low = {}
+        for label, estimates in results.estimates.items():
+            ndcg, hits = (estimates[key_of((candidates, subset, name))].mean for name in (metric, "hr@10"))
+            if check_ndcg_hr_ratio(ndcg, hits):
+                low[label] = ndcg / hits
+        if low:
+            named = ", ".join(f"{label} ({ratio:.4f})" for label, ratio in low.items())
+            found = f"NDCG@10 / HR@10 is below {LEAST_NDCG_PER_HIT:.4f} for {named}"
+            yield f"{candidates}, {subset} events: {found}: {PILED_UP}."
 
 
 def _not_above_trivial(results: Results) -> Iterator[str]:

@@ -85,7 +85,8 @@ def _cells(matrix: Float[np.ndarray, "S S"], shades: Float[np.ndarray, "S S"]) -
     known = np.isfinite(matrix)
     colours = (255 * colour_map("cividis")(np.where(known, shades, 0.0))[..., :3]).round().astype(int)
     for s, t in np.argwhere(known).tolist():
-        yield '<path fill="#{:02x}{:02x}{:02x}" d="{}"/>'.format(*colours[s, t], _square(s, t))
+        colour = "".join(f"{part:02x}" for part in colours[s, t])
+        yield f'<path fill="#{colour}" d="{_square(s, t)}"/>'
 
 
 def _square(s: int, t: int) -> str:

@@ -28,7 +28,7 @@ from protofed.report.overall import equal_epsilon, headline_with_costs
 from protofed.report.plasticity import adaptation, frontier_part
 from protofed.report.prices import UNPRICED, privacy_table
 from protofed.report.runs import Unfinished, find_runs
-from protofed.report.sections import Row, group
+from protofed.report.sections import Row, Section, group
 from protofed.report.sensitivity import sensitivity
 from protofed.report.svg import Stroke, stroke, swatch
 from protofed.report.tables import (
@@ -43,6 +43,7 @@ from protofed.report.tables import (
     wall_clock,
 )
 from protofed.report.tradeoff import tradeoff
+from protofed.report.variants import without_sweeps
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +164,10 @@ def _file(name: str) -> str:
 
 
 def _chapter(results: Results) -> Chapter:
-    section = results.section
-    limits = _limits([mean_matrix(row) for row in section.rows])
+    section, drawn = results.section, without_sweeps(results.section)
+    limits = _limits([mean_matrix(row) for row in drawn.rows])
     looks = {row.label: stroke(place) for place, row in enumerate(section.rows)}
+    shown = {row.label: looks[row.label] for row in drawn.rows}
     found = answers(results, looks)
     return Chapter(
         results=results,
@@ -176,9 +178,9 @@ def _chapter(results: Results) -> Chapter:
         distances=distances(results),
         strata=(strata(section, "sampled"), strata(section, "full")),
         time=wall_clock(section),
-        legend=tuple((swatch(look), label) for label, look in looks.items()),
-        lines=(_accuracy_drawing(results), _forgetting_drawing(results)),
-        heat_maps=tuple(_heat_drawing(section.slug, place, row, limits) for place, row in enumerate(section.rows)),
+        legend=tuple((swatch(look), label) for label, look in shown.items()),
+        lines=(_accuracy_drawing(drawn, looks), _forgetting_drawing(drawn, looks)),
+        heat_maps=tuple(_heat_drawing(section.slug, place, row, limits) for place, row in enumerate(drawn.rows)),
         limits=limits,
     )
 
@@ -195,7 +197,7 @@ def answers(results: Results, looks: Mapping[str, Stroke]) -> tuple[Part | Missi
         frontier_part(results, looks),
         tradeoff(results),
         *benefits(results),
-        *fairness(section, looks),
+        *fairness(without_sweeps(section), looks),
         efficiency(section),
         device_memory(section),
     )
@@ -217,23 +219,18 @@ def _findings(results: Results) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def _accuracy_drawing(results: Results) -> Drawing:
-    curves = _curves(results, lambda run: np.diagonal(main_matrix(run))[1:])
-    return _line_drawing(
-        f"{results.section.slug}-accuracy", "NDCG@10 right after each slice, A[t, t]", "A[t, t]", curves
-    )
+def _accuracy_drawing(section: Section, looks: Mapping[str, Stroke]) -> Drawing:
+    curves = _curves(section, looks, lambda run: np.diagonal(main_matrix(run))[1:])
+    return _line_drawing(f"{section.slug}-accuracy", "NDCG@10 right after each slice, A[t, t]", "A[t, t]", curves)
 
 
-def _forgetting_drawing(results: Results) -> Drawing:
-    curves = _curves(results, lambda run: af_over_time(main_matrix(run))[1:])
-    return _line_drawing(f"{results.section.slug}-forgetting", "Average forgetting so far, AF(t)", "AF(t)", curves)
+def _forgetting_drawing(section: Section, looks: Mapping[str, Stroke]) -> Drawing:
+    curves = _curves(section, looks, lambda run: af_over_time(main_matrix(run))[1:])
+    return _line_drawing(f"{section.slug}-forgetting", "Average forgetting so far, AF(t)", "AF(t)", curves)
 
 
-def _curves(results: Results, values: Any) -> list[Curve]:
-    rows = results.section.rows
-    return [
-        Curve(row.label, stroke(place), np.array([values(run) for run in row.runs])) for place, row in enumerate(rows)
-    ]
+def _curves(section: Section, looks: Mapping[str, Stroke], values: Any) -> list[Curve]:
+    return [Curve(row.label, looks[row.label], np.array([values(run) for run in row.runs])) for row in section.rows]
 
 
 def _line_drawing(name: str, caption: str, axis: str, curves: Sequence[Curve]) -> Drawing:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from protofed.config import RunConfig
@@ -86,15 +86,26 @@ def noise_sweeps(section: Section) -> tuple[tuple[Row, ...], ...]:
 
 def side_rows(section: Section, *, noise: bool = True) -> frozenset[str]:
     """Rows that belong to an ablation or a sweep (of the noise too, unless told) and not into an overall comparison."""
-    aside = {found.row.label for found in ablations(section)}
+    return swept_rows(section, noise=noise) | {found.row.label for found in ablations(section)}
+
+
+def swept_rows(section: Section, *, noise: bool = True) -> frozenset[str]:
+    """Points of sweeps but for the row that they go out from."""
     swept = [{row.label for _, row in sweep.points} for sweep in sweeps(section)]
     swept += [{row.label for row in rows} for rows in noise_sweeps(section)] if noise else []
     by_label = {row.label: row for row in section.rows}
+    aside: set[str] = set()
     for labels in swept:
         often = {label: sum(label in other for other in swept) for label in labels}
         hub = min(labels, key=lambda label: (-often[label], _distance(by_label[label]), label))
         aside |= labels - {hub}
     return frozenset(aside)
+
+
+def without_sweeps(section: Section) -> Section:
+    """What is drawn over the slices: a point of a sweep has its place in the sweep's own figure."""
+    aside = swept_rows(section)
+    return replace(section, rows=tuple(row for row in section.rows if row.label not in aside))
 
 
 def without(run: Run, keys: Iterable[str]) -> tuple[tuple[str, str], ...]:

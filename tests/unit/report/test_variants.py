@@ -9,7 +9,7 @@ from run_folders import write_run
 
 from protofed.report.runs import find_runs
 from protofed.report.sections import Section, group
-from protofed.report.variants import ablations, flagship, noise_sweeps, row_settings, side_rows, sweeps
+from protofed.report.variants import ablations, flagship, noise_sweeps, row_settings, side_rows, sweeps, without_sweeps
 
 
 def section_of(root: Path) -> Section:
@@ -65,6 +65,11 @@ def test_the_overall_comparison_keeps_the_full_row_and_leaves_its_variants_aside
         "protofed-sp (reference, without long)",
     }
     assert "protofed-sp (reference), privacy.noise_multiplier=4.0" not in side_rows(section, noise=False)
+
+
+def test_over_the_slices_all_rows_are_drawn_but_points_of_sweeps(section: Section) -> None:
+    left_out = {row.label for row in section.rows} - {row.label for row in without_sweeps(section).rows}
+    assert left_out == side_rows(section) - {"protofed-sp (reference, without long)"}
 
 
 def test_an_ablation_is_compared_on_the_seeds_that_both_rows_have(section: Section) -> None:
