@@ -10,6 +10,8 @@ from protofed.report.runs import Run, Unfinished
 from protofed.report.sections import Section
 from protofed.report.tables import HEADLINE, MAIN, Results, key_of
 
+MOST_NAMED = 8  # rows in one sentence
+
 
 def cautions(results: Sequence[Results], unfinished: Sequence[Unfinished]) -> tuple[str, ...]:
     """Every caution of the report, section by section."""
@@ -50,24 +52,33 @@ def _low_ndcg(results: Results) -> Iterator[str]:
             if check_ndcg_hr_ratio(ndcg, hits):
                 low[label] = ndcg / hits
         if low:
-            named = ", ".join(f"{label} ({ratio:.4f})" for label, ratio in low.items())
+            named = _some([f"{label} ({ratio:.4f})" for label, ratio in sorted(low.items(), key=lambda row: row[1])])
             found = f"NDCG@10 / HR@10 is below {LEAST_NDCG_PER_HIT:.4f} for {named}"
             yield f"{candidates}, {subset} events: {found}: {PILED_UP}."
 
 
 def _not_above_trivial(results: Results) -> Iterator[str]:
+    """Names those that are above where they are the fewer."""
+    rows = [row for row in results.section.rows if not row.is_trivial]
     for candidates, subset, metric in HEADLINE:
         if metric != "ndcg@10":
             continue
         key = key_of((candidates, subset, metric))
         trivial, bar = results.best(key, trivial=True)
-        losers = [
-            row.label
-            for row in results.section.rows
-            if not row.is_trivial and results.estimates[row.label][key].mean <= bar
-        ]
-        if trivial and losers:
-            yield f"{', '.join(losers)} not above the trivial row {trivial} ({candidates}, {subset} events, NDCG@10)."
+        above = [row.label for row in rows if not results.estimates[row.label][key].mean <= bar]
+        losers = [row.label for row in rows if row.label not in above]
+        where = f"the trivial row {trivial} ({candidates}, {subset} events, NDCG@10)"
+        if trivial and len(losers) > MOST_NAMED and len(above) < len(losers):
+            yield f"rows above {where}: {_some(above) or 'none'}, of {len(rows)}."
+        elif trivial and losers:
+            yield f"{_some(losers)} not above {where}."
+
+
+def _some(names: Sequence[str]) -> str:
+    """All of them, or the first and how many more there are."""
+    if len(names) <= MOST_NAMED:
+        return ", ".join(names)
+    return f"{', '.join(names[: MOST_NAMED - 1])} and {len(names) - MOST_NAMED + 1} more"
 
 
 def _few_seeds(section: Section) -> Iterator[str]:

@@ -222,6 +222,16 @@ def test_a_method_that_does_not_beat_a_trivial_row_is_named(tmp_path: Path) -> N
     assert all("ewc not above the trivial row personal-memory" in line for line in lines)
 
 
+def test_where_most_rows_lose_to_a_trivial_one_those_that_do_not_are_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "memory", of(SEED_0), method="personal-memory")
+    losers = ("ewc", "mas", "lwf", "ccd", "infer", "pcl", "ditto", "fedavg", "fedprox")
+    for place, method in enumerate((*losers, "si")):
+        write_run(tmp_path / str(place), of(SEED_0, 1.1 if method == "si" else 0.9), method=method)
+    lines = [line for line in cautions([results(tmp_path)], ()) if "trivial row" in line]
+    assert len(lines) == 4
+    assert lines[0].endswith("rows above the trivial row personal-memory (sampled, all events, NDCG@10): si, of 10.")
+
+
 def test_a_slice_without_queries_is_left_out_with_a_warning(tmp_path: Path) -> None:
     write_run(tmp_path / "a", of(SEED_0), users={"ann": (1, 0, 2), "bob": (1, 0, 1)})
     found = results(tmp_path)
