@@ -35,6 +35,10 @@ class Sweep:
 
     setting: str
     points: tuple[tuple[float, Row], ...]
+    chosen: tuple[Row, ...] = ()  # all else equal, the number left to the program
+
+    def labels(self) -> set[str]:
+        return {row.label for row in (*self.chosen, *(row for _, row in self.points))}
 
 
 def flagship(section: Section) -> Row | None:
@@ -74,7 +78,8 @@ def sweeps(section: Section) -> tuple[Sweep, ...]:
         for members in _alike(section.rows, (setting,)):
             points = sorted(_points(members, setting), key=lambda point: point[0])
             if len({value for value, _ in points}) > 1:
-                found.append(Sweep(setting, tuple(points)))
+                on_axis = {row.label for _, row in points}
+                found.append(Sweep(setting, tuple(points), tuple(row for row in members if row.label not in on_axis)))
     return tuple(found)
 
 
@@ -91,7 +96,7 @@ def side_rows(section: Section, *, noise: bool = True) -> frozenset[str]:
 
 def swept_rows(section: Section, *, noise: bool = True) -> frozenset[str]:
     """Points of sweeps but for the row that they go out from."""
-    swept = [{row.label for _, row in sweep.points} for sweep in sweeps(section)]
+    swept = [sweep.labels() for sweep in sweeps(section)]
     swept += [{row.label for row in rows} for rows in noise_sweeps(section)] if noise else []
     by_label = {row.label: row for row in section.rows}
     aside: set[str] = set()

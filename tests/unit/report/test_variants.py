@@ -81,8 +81,10 @@ def test_zero_prototypes_let_the_program_choose_and_are_no_point_of_a_sweep(tmp_
     for k in (0, 16, 64):
         settings = protofed().replace("[privacy]", f"prototypes = {k}\n[privacy]")
         write_run(tmp_path / str(k), lambda *_: 0.5, method="protofed-sp", settings=settings)
-    (sweep,) = sweeps(section_of(tmp_path))
+    found = section_of(tmp_path)
+    (sweep,) = sweeps(found)
     assert [value for value, _ in sweep.points] == [16.0, 64.0]
+    assert [row.label for row in without_sweeps(found).rows] == ["protofed-sp (reference)"]  # where they go out from
 
 
 def test_two_differences_are_neither(tmp_path: Path) -> None:
