@@ -184,12 +184,16 @@ def _whiskers(point: Point) -> Iterator[tuple[tuple[float, float], tuple[float, 
 
 
 def _scale(values: Sequence[float], axes: Any) -> None:
-    """The values themselves as ticks; a logarithmic axis where they span much."""
+    """The values themselves as ticks; a logarithmic axis where they span much, with a place for 0 where it is one."""
     from matplotlib.ticker import NullLocator
 
     unique = sorted(set(values))
-    if unique and unique[0] > 0 and unique[-1] / unique[0] >= LOG_FROM:
-        axes.set_xscale("log")
+    positive = [value for value in unique if value > 0]
+    if positive and unique[0] >= 0 and positive[-1] / positive[0] >= LOG_FROM:
+        if unique[0] > 0:
+            axes.set_xscale("log")
+        else:
+            axes.set_xscale("symlog", linthresh=positive[0], linscale=0.5)
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
     if len(unique) <= 8:

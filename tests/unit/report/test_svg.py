@@ -1,13 +1,15 @@
 """Figures as SVG: smaller, the same picture, and no byte that depends on a last digit."""
 
 import re
+from itertools import pairwise
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 from protofed.report.figures import heat_map
-from protofed.report.svg import _slim, figure, to_inline_svg
+from protofed.report.plots import Band, band_plot
+from protofed.report.svg import _slim, figure, stroke, to_inline_svg
 
 DRAWN = """<svg>
  <g id="figure_1"><defs><path id="m1a" d="M 1.23456 2
@@ -66,3 +68,13 @@ def test_a_heat_map_has_a_coloured_cell_and_a_number_for_every_value_and_a_dash_
     words = [element.text for element in shown.iter("text")]
     assert sorted(words[:4]) == sorted([".30", ".42", "–", ".50"])
     assert words[4:] == ["0", "1", "0", "1", "trained up to slice t", "tested on slice s"]
+
+
+def test_values_that_span_much_keep_their_distance_on_an_axis_that_has_a_zero():
+    pytest.importorskip("matplotlib")
+    x = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0)
+    band = Band("a", stroke(0), x, tuple(0.5 for _ in x), tuple(0.1 for _ in x))
+    drawn = band_plot([band], [], x="strength", y="NDCG@10", name="plot", about="a sweep")
+    written = {text: float(place) for place, text in re.findall(r'<text[^>]* x="([\d.]+)"[^>]*>([\d.]+)</text>', drawn)}
+    places = [written[f"{value:g}"] for value in x]
+    assert all(right - left > 20 for left, right in pairwise(places))  # a label is some 12 wide
