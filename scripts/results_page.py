@@ -157,24 +157,30 @@ def by_user(values: np.ndarray, asked: dict[str, np.ndarray], subset: str) -> np
     return sums
 
 
-def per_user(dataset: str, kind: str, subset: str) -> dict[str, PerUser]:
-    """NDCG@10 of every private row, ours among them, by user and slice, seeds averaged."""
-    seeds: dict[str, list[np.ndarray]] = {}
+def per_user(dataset: str) -> list[dict[str, PerUser]]:
+    """For every column of GAPS, NDCG@10 of each private row, ours among them, by user and slice, seeds averaged."""
+    seeds: list[dict[str, list[np.ndarray]]] = [{} for _ in GAPS]
+    counts: list[list[np.ndarray]] = [[] for _ in GAPS]
     for run in answered(dataset):
         if run.variant in CELLS and (run.label == OURS or run.label.endswith(PRIVATE)):
-            found = ndcg(run.ranks[kind], 10).numpy()
-            seeds.setdefault(run.label, []).append(by_user(found, run.asked, subset))
-            counts = by_user(np.ones(len(found)), run.asked, subset).astype(np.int64)
-    return {label: average_seeds(np.stack(each), counts) for label, each in seeds.items()}
+            for place, (kind, subset) in enumerate(GAPS):
+                found = ndcg(run.ranks[kind], 10).numpy()
+                seeds[place].setdefault(run.label, []).append(by_user(found, run.asked, subset))
+                counts[place].append(by_user(np.ones(len(found)), run.asked, subset).astype(np.int64))
+    if any(not np.array_equal(each, same[0]) for same in counts for each in same):
+        raise SystemExit(f"{dataset}: private rows answered different queries and cannot be compared in pairs")
+    return [
+        {label: average_seeds(np.stack(each), same[0]) for label, each in rows.items()}
+        for rows, same in zip(seeds, counts, strict=True)
+    ]
 
 
 def gap_lines(dataset: str) -> list[str]:
     """ProtoFed-SP minus each other private row, the strongest rival first; 95 % intervals over users."""
     cells: dict[str, list[str]] = {}
-    for kind, subset in GAPS:
-        tables = per_user(dataset, kind, subset)
+    for column, tables in zip(GAPS, per_user(dataset), strict=True):
         others = sorted((name for name in tables if name != OURS), key=lambda name: -mean_over_slices(tables[name]))
-        rng = np.random.default_rng(seed_of(0, "differences", kind, subset))
+        rng = np.random.default_rng(seed_of(0, "differences", *column))
         ours, *theirs = bootstrap_means([tables[OURS], *(tables[name] for name in others)], rng, DRAWS)
         for name, draws in zip(others, theirs, strict=True):
             gap = mean_over_slices(tables[OURS]) - mean_over_slices(tables[name])

@@ -28,6 +28,7 @@ from protofed.methods.baselines.importance import (
     share_above_zero,
     weights_of,
 )
+from protofed.methods.baselines.mas import MAS
 from protofed.methods.protocol import World
 from protofed.methods.state import pack, unpack
 from protofed.privacy.descent import Meter, PrivateDescent
@@ -182,6 +183,25 @@ def test_in_a_private_round_the_springs_pull_after_the_noise_and_nobodys_clip_fe
         pull = 2 * 0.5 * importance[name] * (weight - anchor[name])
         assert torch.allclose(held[name], free[name] + pull, rtol=1e-5, atol=1e-6)
     assert springs.mean() == pytest.approx(0.5 * float(quadratic(weights, anchor, importance)), rel=1e-5)
+
+
+def learned_in_two_rounds(method: EWC | MAS) -> tuple[dict[str, torch.Tensor], Meter]:
+    slice_, meter = tiny_stream().slice_(1), Meter(0, 2)
+    private = PrivateDescent(3, 1.0, 0.3, 50.0, 2, slice_.past.n_users, meter)
+    state, _ = method.learn(world(), method.start(world()), slice_, private)
+    return weights_of(state.backbone), meter
+
+
+@pytest.mark.parametrize("kind", [EWC, MAS])
+def test_a_strong_spring_moves_private_weights_and_clips_nobody(kind):
+    """The first round starts at the anchor and is the same for both; in the second the springs are stretched."""
+    (held, meter), (free, alone) = (
+        learned_in_two_rounds(kind(strength=strength, examples=64)) for strength in (1e6, 0.0)
+    )
+    assert (meter.taken_part, meter.clipped) == (alone.taken_part, alone.clipped)
+    assert meter.taken_part > 0
+    assert meter.clipped == 0
+    assert not torch.allclose(held["items"], free["items"], atol=1e-5)
 
 
 def test_importances_are_scaled_by_the_mean_of_those_that_are_not_zero():
