@@ -16,6 +16,7 @@ from protofed.seeds import seed_of
 MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
+BLOCKS_AT_ONCE = {"cpu": 1 << 16}  # of random words: more leave the cache, and every step of the hash takes new memory
 Words = tuple[Tensor, Tensor, Tensor, Tensor]  # four 32-bit words, each kept in an int64
 
 
@@ -37,14 +38,20 @@ def uniform(
     seed: int, purpose: str, users: Int[Tensor, " U"], round_: int, shape: tuple[int, ...] = ()
 ) -> Float[Tensor, "U ..."]:
     """Numbers strictly between 0 and 1, `shape` of them for each user; 52 bits, float64, on the users' device."""
-    n = math.prod(shape)
-    key = seed_of(seed, "draws", purpose)
+    n, key = math.prod(shape), seed_of(seed, "draws", purpose)
+    at_once = BLOCKS_AT_ONCE.get(users.device.type, len(users) * n + 1) // max(n, 1)
+    parts = [_uniform(key, some, round_, n) for some in users.split(max(at_once, 1))]
+    return torch.cat(parts).reshape(len(users), *shape)
+
+
+def _uniform(key: int, users: Int[Tensor, " U"], round_: int, n: int) -> Float[Tensor, "U n"]:
+    """n numbers for each user."""
     wide = users.to(torch.int64)[:, None]
     position = torch.arange((n + 1) // 2, device=users.device)[None, :].expand(len(users), -1)  # two numbers a block
     counter = (position, torch.full_like(position, round_ & MASK), wide & MASK, wide >> 32 & MASK)
     a, b, c, d = philox(tuple(word.expand_as(position) for word in counter), (key & MASK, key >> 32 & MASK))  # type: ignore[arg-type]
     bits = torch.stack(((a >> 6 << 26) + (b >> 6), (c >> 6 << 26) + (d >> 6)), dim=-1)  # (U, blocks, 2)
-    return ((bits.flatten(1)[:, :n].to(torch.float64) + 0.5) * 2.0**-52).reshape(len(users), *shape)
+    return (bits.flatten(1)[:, :n].to(torch.float64) + 0.5) * 2.0**-52
 
 
 def normal(

@@ -26,8 +26,10 @@ from protofed.methods.baselines.ccd import (
     candidate_pool,
     counted_above,
     drawn_by_rank,
+    item_scores,
     merged,
     ordered,
+    pool_scores,
     relaxed_ranking_loss,
     soft_loss,
     student_config,
@@ -135,6 +137,15 @@ def test_the_pool_is_all_items_or_a_sample_with_the_teachers_favourites():
     for row in range(3):
         best = (hidden[row] @ teacher.items.detach().T).topk(5).indices.tolist()
         assert pool[row].tolist() == sorted(drawn + best)
+
+
+def test_a_pool_is_scored_as_its_items_are_also_those_without_a_row():
+    model = random_model(30).requires_grad_(False)
+    model.has_row[7:12] = False
+    hidden, pool = torch.randn(4, 8, generator=stream(0, "h")), torch.randint(40, (4, 50), generator=stream(0, "p"))
+    found = pool_scores(model.rows(40), hidden, pool)
+    assert torch.equal(found, item_scores(model, hidden, pool))
+    assert float(found[1, 0]) == pytest.approx(float(model.embed(pool[1, 0]) @ hidden[1]), rel=1e-5)
 
 
 def test_draws_follow_their_logits_and_never_leave_what_is_allowed():

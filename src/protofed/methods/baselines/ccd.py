@@ -201,6 +201,13 @@ def item_scores(model: SASRec, hidden: Float[Tensor, "W d"], items: Int[Tensor, 
     return (model.embed(items) @ hidden[..., None])[..., 0]
 
 
+def pool_scores(
+    rows: Float[Tensor, "I d"], hidden: Float[Tensor, "W d"], pool: Int[Tensor, "W K"]
+) -> Float[Tensor, "W K"]:
+    """`item_scores` by rows that were read once for all windows: a pool holds more items than there are."""
+    return (F.embedding(pool, rows) @ hidden[..., None])[..., 0]
+
+
 def drawn_by_rank(
     logits: Float[Tensor, "W K"], allowed: Bool[Tensor, "W K"], n: int, uniform: Float[Tensor, "W K"]
 ) -> tuple[Int[Tensor, "W m"], Bool[Tensor, "W m"]]:
@@ -350,22 +357,26 @@ class CCD:
         """Soft-labelled items of the sources at each window's end, with a weight that fades over the epochs."""
         n_items, purpose = slice_.n_train_items, ("ccd", "replay", slice_.index, len(sources))
         rng = stream(world.config.seed, *purpose, device=teacher.items.device)
+        rows = [source.model.rows(n_items).detach() for source in sources]
 
         def losses(model: SASRec, batch: Windows, lots: Lots, notes: Notes) -> Float[Tensor, " W"]:
             hidden = last_states(model, batch)
             with torch.no_grad():
                 pool = candidate_pool(teacher, last_states(teacher, batch), n_items, self.pool, self.top, lots)
-                void, mine = unusable(pool, batch), ordered(item_scores(model, hidden, pool))
-                chosen = merged([self._chosen(source, batch, pool, void, mine, lots) for source in sources])
+                void, mine = unusable(pool, batch), ordered(pool_scores(model.rows(n_items), hidden, pool))
+                parts = zip(sources, rows, strict=True)
+                chosen = merged([self._chosen(*part, batch, pool, void, mine, lots) for part in parts])
             each, n = soft_loss(item_scores(model, hidden, chosen.items), chosen), real_targets(batch)
             note(notes, each, chosen, n > 0)
             return self.weight * (-clock.epoch / self.anneal).exp() * each * n
 
         return Extra(losses, notes, rng)
 
-    def _chosen(self, source: Source, batch: Windows, pool: Tensor, void: Tensor, mine: Ordered, lots: Lots) -> Chosen:
+    def _chosen(
+        self, source: Source, rows: Tensor, batch: Windows, pool: Tensor, void: Tensor, mine: Ordered, lots: Lots
+    ) -> Chosen:
         """Items among the source's top, likelier the further the learner ranks them below the source."""
-        its = item_scores(source.model, last_states(source.model, batch), pool)
+        its = pool_scores(rows, last_states(source.model, batch), pool)
         usable = ~void & source.model.knows(pool)
         best = its.masked_fill(~usable, VOID).topk(min(self.top, pool.shape[1]), dim=-1).indices
         its_rank, my_rank = torch.arange(best.shape[1], device=best.device), counted_above(mine, usable, best)
