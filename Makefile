@@ -1,6 +1,6 @@
 # make run    set everything up, run the main job on the embedded world, write report.html
 # make test   set everything up, check style and types, run all tests
-# make report rebuild docs/report.html, docs/sensitivity.html and the tables of docs/ from the committed runs
+# make report rebuild docs/report.html, docs/more_logs.html, docs/sensitivity.html and the tables of docs/ from the committed runs
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= cpu
@@ -27,6 +27,8 @@ unit: $(READY)
 report: $(READY)
 	$(BIN)/python -m protofed.cli.main report results/pack -o docs/report.html --grid experiments/overall.toml --tuned results/tune
 	$(BIN)/python -m protofed.cli.main report results/pack -o results/overall.csv
+	$(BIN)/python -m protofed.cli.main report results/more -o docs/more_logs.html --grid experiments/overall-tier3.toml --tuned results/tune/yelp
+	$(BIN)/python -m protofed.cli.main report results/more -o results/more.csv
 	$(BIN)/python -m protofed.cli.main report results/sensitivity -o docs/sensitivity.html
 	$(BIN)/python scripts/results_page.py
 	$(BIN)/python scripts/method_pages.py

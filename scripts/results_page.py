@@ -1,242 +1,67 @@
-"""The tables of docs/results.md that hold packed runs, rewritten in place from results/overall.csv and results/pack.
+"""The tables of docs/results.md and docs/more_logs.md, rewritten in place from the committed runs.
 
-python scripts/results_page.py            # `make report` does it after the export
+python scripts/results_page.py            # `make report` does it after the exports
 """
 
-import csv
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import mean, stdev
 
-import numpy as np
-import torch
-
-from protofed.config import from_toml, run_label
-from protofed.evaluation.ranking import hit_rate, ndcg
-from protofed.evaluation.significance import (
-    DRAWS,
-    LEVEL,
-    PerUser,
-    average_seeds,
-    bootstrap_means,
-    mean_over_slices,
-    percentile_interval,
-)
-from protofed.experiments.packed import CANDIDATES, by_index, decoded, read_packed
-from protofed.seeds import seed_of
+from packed_tables import OURS, accuracy_lines, cost_lines, gap_lines, noise_lines, sweep_lines
 
 ROOT = Path(__file__).parents[1]
-PAGE, EXPORT = ROOT / "docs" / "results.md", ROOT / "results" / "overall.csv"
-PACK, SWEEPS = ROOT / "results" / "pack", ROOT / "results" / "sensitivity"
-DATASETS = ("gowalla_1k", "yelp", "amazon_beauty", "taobao")
-CELLS = ("default", "nodp", "private")  # of the overall tables; other variants have tables of their own
-ACCURACY = (
-    *(("ndcg@10", *pair) for pair in (("sampled", "all"), ("sampled", "novel"), ("sampled", "repeat"))),
-    *(("ndcg@10", "full", "all"), ("ndcg@10", "full", "novel"), ("hr@10", "sampled", "all")),
-)
-GAPS = (("sampled", "all"), ("sampled", "novel"), ("full", "all"), ("full", "novel"))
-OURS, PRIVATE = "protofed-sp (reference)", "private)"  # the private row that is ours, and how the labels of others end
-METRICS = {"ndcg@10": ndcg, "hr@10": hit_rate}
-NO_SUCH_EVENTS = -1.0  # a log without repeats has no figure for them
-COSTS = ("bytes_up", "bytes_down", "trainable_parameters", "trainable_parameters_per_user", "learn")
+DOCS, RESULTS = ROOT / "docs", ROOT / "results"
+SEARCHED, MORE = ("gowalla_1k", "yelp", "amazon_beauty", "taobao"), ("gowalla", "hm")  # whole logs of each page
+WITHOUT_NOISE = "protofed-sp (nodp)"
 
-Values = list[float]  # one for each seed
+Table = tuple[str, Callable[[], list[str]]]  # how its head begins, and its lines
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A packed run: its cell's variant, its row in a report, and the rank of every query by kind of candidates."""
-
-    variant: str
-    label: str
-    asked: dict[str, np.ndarray]
-    ranks: dict[str, torch.Tensor]
+def without_claim(label: str) -> bool:
+    """Every row but our private one."""
+    return label != OURS
 
 
-def answered(dataset: str, pack: Path = PACK) -> Iterator[Answered]:
-    streams = by_index(read_packed(pack / f"{dataset}.queries.parquet"))
-    for run in read_packed(pack / f"{dataset}.runs.parquet").to_pylist():
-        queries = streams[run["queries"]]
-        asked = {name: queries[name].to_numpy() for name in ("slice", "user", "all", "novel", "repeat")}
-        ranks = (torch.from_numpy(kind.astype(np.int64)) for kind in decoded(run["ranks"], asked["repeat"]))
-        label = run_label(from_toml(run["config"]))
-        yield Answered(run["folder"].split("/")[2], label, asked, dict(zip(CANDIDATES, ranks, strict=True)))
+def overall(dataset: str, pack: Path, export: Path) -> Iterator[Table]:
+    """Accuracy and costs of every method."""
+    yield f"{dataset}, every method", partial(accuracy_lines, dataset, pack)
+    yield f"{dataset}, forgetting and costs", partial(cost_lines, dataset, pack, export)
 
 
-def accuracies(dataset: str) -> dict[str, list[Values]]:
-    """By row of the overall table, best first: every column of ACCURACY, mean of A[t, t], from the packed ranks."""
-    seeds: dict[str, list[Values]] = {}
-    for run in answered(dataset):
-        if run.variant in CELLS:
-            seeds.setdefault(run.label, []).append(columns_of(run))
-    return dict(sorted(by_column(seeds).items(), key=lambda row: -mean(row[1][0])))
+def tables_of_results() -> Iterator[Table]:
+    """Those of docs/results.md."""
+    pack, export = RESULTS / "pack", RESULTS / "overall.csv"
+    for dataset in SEARCHED:
+        yield from overall(dataset, pack, export)
+        yield f"{dataset}, {OURS} minus", partial(gap_lines, dataset, pack)
+    yield "gowalla_1k, noise multiplier", partial(noise_lines, "gowalla_1k", export)
+    yield "gowalla_1k, setting", partial(sweep_lines, "gowalla_1k", RESULTS / "sensitivity")
 
 
-def by_column(seeds: dict[str, list[Values]]) -> dict[str, list[Values]]:
-    """The values of each column over seeds, from those of each seed over columns."""
-    return {name: [list(column) for column in zip(*each, strict=True)] for name, each in seeds.items()}
+def tables_of_more_logs() -> Iterator[Table]:
+    """Those of docs/more_logs.md: no row there is at the private one's price, so the one without noise is compared."""
+    pack, export = RESULTS / "more", RESULTS / "more.csv"
+    for dataset in MORE:
+        yield from overall(dataset, pack, export)
+        yield f"{dataset}, {WITHOUT_NOISE} minus", partial(gap_lines, dataset, pack, WITHOUT_NOISE, without_claim)
 
 
-def columns_of(run: Answered) -> Values:
-    asked = run.asked
-    slices = [t for t in np.unique(asked["slice"]) if t > 0]
-    found = []
-    for metric, kind, subset in ACCURACY:
-        values = METRICS[metric](run.ranks[kind], 10).numpy()
-        chosen = asked[subset].astype(bool)
-        asked_of = [values[chosen & (asked["slice"] == t)] for t in slices]
-        found.append(mean([float(part.mean()) for part in asked_of]) if all(map(len, asked_of)) else NO_SUCH_EVENTS)
-    return found
+PAGES = {"results.md": tables_of_results, "more_logs.md": tables_of_more_logs}
 
 
-def accuracy_lines(dataset: str) -> list[str]:
-    rows = accuracies(dataset)
-    best = [max(mean(row[place]) for row in rows.values()) for place in range(len(ACCURACY))]
-
-    def shown(values: Values, place: int) -> str:
-        if NO_SUCH_EVENTS in values:
-            return "–"
-        if len(values) == 1:
-            return f"{values[0]:.3f} (one seed)"
-        text = f"{mean(values):.3f} ± {stdev(values):.3f}"
-        return f"**{text}**" if mean(values) == best[place] else text
-
-    return [
-        f"| {name} | " + " | ".join(shown(values, place) for place, values in enumerate(row)) + " |"
-        for name, row in rows.items()
-    ]
-
-
-def exported(dataset: str) -> dict[str, dict[tuple[str, str, str], dict[str, str]]]:
-    """The export by row, then by quantity, candidates and subset."""
-    export: dict[str, dict[tuple[str, str, str], dict[str, str]]] = {}
-    with EXPORT.open(encoding="utf-8", newline="") as file:
-        for line in csv.DictReader(file):
-            if line["dataset"] == dataset and line["table"] in ("accuracy", "continual", "cost", "privacy"):
-                export.setdefault(line["method"], {})[line["quantity"], line["candidates"], line["subset"]] = line
-    return export
-
-
-def cost_lines(dataset: str) -> list[str]:
-    """Intervals, forgetting and costs, from the export."""
-    export = exported(dataset)
-
-    def told(name: str, key: tuple[str, str, str], form: str) -> str:
-        cell = export[name].get(key, {"mean": ""})
-        return f"{float(cell['mean']):{form}}" if cell["mean"] else "–"
-
-    made = []
-    for name in accuracies(dataset):
-        both = (export[name][metric, "sampled", "all"] for metric in ("ndcg@10", "hr@10"))
-        cells = [f"[{float(cell['low95']):.3f}, {float(cell['high95']):.3f}]" for cell in both]
-        cells += [told(name, (quantity, "sampled", "all"), ".3f") for quantity in ("AF", "BWT")]
-        cells += [told(name, (quantity, "", ""), ",.0f") for quantity in COSTS]
-        made.append(f"| {name} | " + " | ".join(cells) + " |")
-    return made
-
-
-def noise_lines(dataset: str) -> list[str]:
-    """ProtoFed-SP by its noise: ε, accuracy and forgetting, means and deviations over seeds."""
-    asked = [("ndcg@10", "sampled", "all"), ("ndcg@10", "full", "all"), ("AF", "sampled", "all")]
-    made = {}
-    for name, cells in exported(dataset).items():
-        if name == OURS or name.startswith(f"{OURS}, privacy.noise_multiplier="):
-            noise, price = (cells[key, "", ""]["text"] for key in ("noise multiplier", "ε"))
-            shown = [f"{float(cells[key]['mean']):.3f} ± {float(cells[key]['std']):.3f}" for key in asked]
-            made[float(noise)] = f"| {noise} | {price} | " + " | ".join(shown) + " |"
-    return [made[noise] for noise in sorted(made)]
-
-
-def by_user(values: np.ndarray, asked: dict[str, np.ndarray], subset: str) -> np.ndarray:
-    """The sum of the values over each user's queries of the subset, a column for each slice from 1 on."""
-    chosen = asked[subset].astype(bool) & (asked["slice"] > 0)
-    users, slices = asked["user"][chosen], asked["slice"][chosen] - 1
-    sums = np.zeros((asked["user"].max() + 1, asked["slice"].max()))
-    np.add.at(sums, (users, slices), values[chosen])
-    return sums
-
-
-def per_user(dataset: str) -> list[dict[str, PerUser]]:
-    """For every column of GAPS, NDCG@10 of each private row, ours among them, by user and slice, seeds averaged."""
-    seeds: list[dict[str, list[np.ndarray]]] = [{} for _ in GAPS]
-    counts: list[list[np.ndarray]] = [[] for _ in GAPS]
-    for run in answered(dataset):
-        if run.variant in CELLS and (run.label == OURS or run.label.endswith(PRIVATE)):
-            for place, (kind, subset) in enumerate(GAPS):
-                found = ndcg(run.ranks[kind], 10).numpy()
-                seeds[place].setdefault(run.label, []).append(by_user(found, run.asked, subset))
-                counts[place].append(by_user(np.ones(len(found)), run.asked, subset).astype(np.int64))
-    if any(not np.array_equal(each, same[0]) for same in counts for each in same):
-        raise SystemExit(f"{dataset}: private rows answered different queries and cannot be compared in pairs")
-    return [
-        {label: average_seeds(np.stack(each), same[0]) for label, each in rows.items()}
-        for rows, same in zip(seeds, counts, strict=True)
-    ]
-
-
-def gap_lines(dataset: str) -> list[str]:
-    """ProtoFed-SP minus each other private row, the strongest rival first; 95 % intervals over users."""
-    cells: dict[str, list[str]] = {}
-    for column, tables in zip(GAPS, per_user(dataset), strict=True):
-        others = sorted((name for name in tables if name != OURS), key=lambda name: -mean_over_slices(tables[name]))
-        rng = np.random.default_rng(seed_of(0, "differences", *column))
-        ours, *theirs = bootstrap_means([tables[OURS], *(tables[name] for name in others)], rng, DRAWS)
-        for name, draws in zip(others, theirs, strict=True):
-            gap = mean_over_slices(tables[OURS]) - mean_over_slices(tables[name])
-            low, high = (short(end) for end in percentile_interval(ours - draws, LEVEL))
-            cells.setdefault(name, []).append(f"{short(gap, '+')} [{low}, {high}]")
-    return [f"| {name} | " + " | ".join(row) + " |" for name, row in cells.items()]
-
-
-def short(value: float, sign: str = "") -> str:
-    """Three digits without the zero before the point."""
-    return f"{value:{sign}.3f}".replace("0.", ".", 1).replace("-", "\N{MINUS SIGN}")
-
-
-def sweep_lines(dataset: str) -> list[str]:
-    """ProtoFed-SP with one setting changed at a time, the settings as they are first."""
-    seeds: dict[str, list[Values]] = {}
-    for run in answered(dataset, SWEEPS):
-        seeds.setdefault(run.variant.partition(",")[2], []).append(columns_of(run))
-
-    def place(changed: str) -> tuple[str, float]:
-        setting, _, value = changed.partition("=")
-        return setting, float(value or 0)
-
-    def shown(column: Values) -> str:
-        return f"{mean(column):.4f} ± {stdev(column):.4f}"
-
-    found = by_column(seeds)
-    return [
-        f"| {changed.replace('=', ' = ') or 'as tuned'} | {len(found[changed][0])} | "
-        + " | ".join(shown(column) for column in found[changed])
-        + " |"
-        for changed in sorted(found, key=place)
-    ]
-
-
-TABLES: dict[str, Callable[[str], list[str]]] = {
-    "every method": accuracy_lines,
-    "forgetting and costs": cost_lines,
-    f"{OURS} minus": gap_lines,
-}
-
-
-MORE = (("gowalla_1k", "noise multiplier", noise_lines), ("gowalla_1k", "setting", sweep_lines))
-
-
-def rewritten(page: str) -> str:
-    asked = [(dataset, title, lines) for dataset in DATASETS for title, lines in TABLES.items()]
-    for dataset, title, lines in [*asked, *MORE]:
-        before, head, rest = page.partition(f"| {dataset}, {title} |")
+def rewritten(name: str) -> str:
+    """The page with its tables made anew."""
+    page = (DOCS / name).read_text(encoding="utf-8")
+    for title, lines in PAGES[name]():
+        before, head, rest = page.partition(f"| {title} |")
         if not head:
-            raise SystemExit(f"docs/results.md has no table that begins with | {dataset}, {title} |")
+            raise SystemExit(f"docs/{name} has no table that begins with | {title} |")
         old, _, after = rest.partition("\n\n")
         top = old.splitlines()[:2]  # what is left of the head, and the rule below it
-        page = "\n".join([before + head + top[0], top[1], *lines(dataset)]) + "\n\n" + after
+        page = "\n".join([before + head + top[0], top[1], *lines()]) + "\n\n" + after
     return page
 
 
 if __name__ == "__main__":
-    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in PAGES:
+        (DOCS / name).write_text(rewritten(name), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The reports of docs/ and results/overall.csv are what `make report` makes of the committed runs, to the byte."""
+"""The reports of docs/ and the exports of results/ are what `make report` makes of the committed runs, to the byte."""
 
 import re
 import shlex
@@ -13,7 +13,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("made", ["docs/report.html", "results/overall.csv", "docs/sensitivity.html"])
+@pytest.mark.parametrize(
+    "made",
+    ["docs/report.html", "results/overall.csv", "docs/more_logs.html", "results/more.csv", "docs/sensitivity.html"],
+)
 def test_the_committed_runs_give_the_committed_report(made, tmp_path, monkeypatch, capsys):
     lines = (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()
     (line,) = (line for line in lines if re.search(rf" report results/\w+ -o {made}\b", line))

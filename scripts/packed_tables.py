@@ -1,0 +1,216 @@
+"""The lines of tables in docs/ that hold packed runs: from the packed ranks, and where it says so from an export."""
+
+import csv
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, stdev
+
+import numpy as np
+import torch
+
+from protofed.config import from_toml, run_label
+from protofed.evaluation.ranking import hit_rate, ndcg
+from protofed.evaluation.significance import (
+    DRAWS,
+    LEVEL,
+    PerUser,
+    average_seeds,
+    bootstrap_means,
+    mean_over_slices,
+    percentile_interval,
+)
+from protofed.experiments.packed import CANDIDATES, by_index, decoded, read_packed
+from protofed.seeds import seed_of
+
+CELLS = ("default", "nodp", "private")  # of the overall tables; other variants have tables of their own
+ACCURACY = (
+    *(("ndcg@10", *pair) for pair in (("sampled", "all"), ("sampled", "novel"), ("sampled", "repeat"))),
+    *(("ndcg@10", "full", "all"), ("ndcg@10", "full", "novel"), ("hr@10", "sampled", "all")),
+)
+GAPS = (("sampled", "all"), ("sampled", "novel"), ("full", "all"), ("full", "novel"))
+OURS, PRIVATE = "protofed-sp (reference)", "private)"  # the private row that is ours, and how the labels of others end
+METRICS = {"ndcg@10": ndcg, "hr@10": hit_rate}
+NO_SUCH_EVENTS = -1.0  # a log without repeats has no figure for them
+COSTS = ("bytes_up", "bytes_down", "trainable_parameters", "trainable_parameters_per_user", "learn")
+
+Values = list[float]  # one for each seed
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A packed run: its cell's variant, its row in a report, and the rank of every query by kind of candidates."""
+
+    variant: str
+    label: str
+    asked: dict[str, np.ndarray]
+    ranks: dict[str, torch.Tensor]
+
+
+def answered(dataset: str, pack: Path) -> Iterator[Answered]:
+    streams = by_index(read_packed(pack / f"{dataset}.queries.parquet"))
+    for run in read_packed(pack / f"{dataset}.runs.parquet").to_pylist():
+        queries = streams[run["queries"]]
+        asked = {name: queries[name].to_numpy() for name in ("slice", "user", "all", "novel", "repeat")}
+        ranks = (torch.from_numpy(kind.astype(np.int64)) for kind in decoded(run["ranks"], asked["repeat"]))
+        label = run_label(from_toml(run["config"]))
+        yield Answered(run["folder"].split("/")[2], label, asked, dict(zip(CANDIDATES, ranks, strict=True)))
+
+
+def accuracies(dataset: str, pack: Path) -> dict[str, list[Values]]:
+    """By row of the overall table, best first: every column of ACCURACY, mean of A[t, t], from the packed ranks."""
+    seeds: dict[str, list[Values]] = {}
+    for run in answered(dataset, pack):
+        if run.variant in CELLS:
+            seeds.setdefault(run.label, []).append(columns_of(run))
+    return dict(sorted(by_column(seeds).items(), key=lambda row: -mean(row[1][0])))
+
+
+def by_column(seeds: dict[str, list[Values]]) -> dict[str, list[Values]]:
+    """The values of each column over seeds, from those of each seed over columns."""
+    return {name: [list(column) for column in zip(*each, strict=True)] for name, each in seeds.items()}
+
+
+def columns_of(run: Answered) -> Values:
+    asked = run.asked
+    slices = [t for t in np.unique(asked["slice"]) if t > 0]
+    found = []
+    for metric, kind, subset in ACCURACY:
+        values = METRICS[metric](run.ranks[kind], 10).numpy()
+        chosen = asked[subset].astype(bool)
+        asked_of = [values[chosen & (asked["slice"] == t)] for t in slices]
+        found.append(mean([float(part.mean()) for part in asked_of]) if all(map(len, asked_of)) else NO_SUCH_EVENTS)
+    return found
+
+
+def accuracy_lines(dataset: str, pack: Path) -> list[str]:
+    rows = accuracies(dataset, pack)
+    best = [max(mean(row[place]) for row in rows.values()) for place in range(len(ACCURACY))]
+
+    def shown(values: Values, place: int) -> str:
+        if NO_SUCH_EVENTS in values:
+            return "–"
+        if len(values) == 1:
+            return f"{values[0]:.3f} (one seed)"
+        text = f"{mean(values):.3f} ± {stdev(values):.3f}"
+        return f"**{text}**" if mean(values) == best[place] else text
+
+    return [
+        f"| {name} | " + " | ".join(shown(values, place) for place, values in enumerate(row)) + " |"
+        for name, row in rows.items()
+    ]
+
+
+def exported(dataset: str, export: Path) -> dict[str, dict[tuple[str, str, str], dict[str, str]]]:
+    """The export by row, then by quantity, candidates and subset."""
+    found: dict[str, dict[tuple[str, str, str], dict[str, str]]] = {}
+    with export.open(encoding="utf-8", newline="") as file:
+        for line in csv.DictReader(file):
+            if line["dataset"] == dataset and line["table"] in ("accuracy", "continual", "cost", "privacy"):
+                found.setdefault(line["method"], {})[line["quantity"], line["candidates"], line["subset"]] = line
+    return found
+
+
+def cost_lines(dataset: str, pack: Path, export: Path) -> list[str]:
+    """Intervals, forgetting and costs, from the export."""
+    rows = exported(dataset, export)
+
+    def told(name: str, key: tuple[str, str, str], form: str) -> str:
+        cell = rows[name].get(key, {"mean": ""})
+        return f"{float(cell['mean']):{form}}" if cell["mean"] else "–"
+
+    made = []
+    for name in accuracies(dataset, pack):
+        both = (rows[name][metric, "sampled", "all"] for metric in ("ndcg@10", "hr@10"))
+        cells = [f"[{float(cell['low95']):.3f}, {float(cell['high95']):.3f}]" for cell in both]
+        cells += [told(name, (quantity, "sampled", "all"), ".3f") for quantity in ("AF", "BWT")]
+        cells += [told(name, (quantity, "", ""), ",.0f") for quantity in COSTS]
+        made.append(f"| {name} | " + " | ".join(cells) + " |")
+    return made
+
+
+def noise_lines(dataset: str, export: Path) -> list[str]:
+    """ProtoFed-SP by its noise: ε, accuracy and forgetting, means and deviations over seeds."""
+    asked = [("ndcg@10", "sampled", "all"), ("ndcg@10", "full", "all"), ("AF", "sampled", "all")]
+    made = {}
+    for name, cells in exported(dataset, export).items():
+        if name == OURS or name.startswith(f"{OURS}, privacy.noise_multiplier="):
+            noise, price = (cells[key, "", ""]["text"] for key in ("noise multiplier", "ε"))
+            shown = [f"{float(cells[key]['mean']):.3f} ± {float(cells[key]['std']):.3f}" for key in asked]
+            made[float(noise)] = f"| {noise} | {price} | " + " | ".join(shown) + " |"
+    return [made[noise] for noise in sorted(made)]
+
+
+def by_user(values: np.ndarray, asked: dict[str, np.ndarray], subset: str) -> np.ndarray:
+    """The sum of the values over each user's queries of the subset, a column for each slice from 1 on."""
+    chosen = asked[subset].astype(bool) & (asked["slice"] > 0)
+    users, slices = asked["user"][chosen], asked["slice"][chosen] - 1
+    sums = np.zeros((asked["user"].max() + 1, asked["slice"].max()))
+    np.add.at(sums, (users, slices), values[chosen])
+    return sums
+
+
+def per_user(dataset: str, pack: Path, compared: Callable[[str], bool]) -> list[dict[str, PerUser]]:
+    """For every column of GAPS, NDCG@10 of each row that is compared, by user and slice, seeds averaged."""
+    seeds: list[dict[str, list[np.ndarray]]] = [{} for _ in GAPS]
+    counts: list[list[np.ndarray]] = [[] for _ in GAPS]
+    for run in answered(dataset, pack):
+        if run.variant in CELLS and compared(run.label):
+            for place, (kind, subset) in enumerate(GAPS):
+                found = ndcg(run.ranks[kind], 10).numpy()
+                seeds[place].setdefault(run.label, []).append(by_user(found, run.asked, subset))
+                counts[place].append(by_user(np.ones(len(found)), run.asked, subset).astype(np.int64))
+    if any(not np.array_equal(each, same[0]) for same in counts for each in same):
+        raise SystemExit(f"{dataset}: the rows answered different queries and cannot be compared in pairs")
+    return [
+        {label: average_seeds(np.stack(each), same[0]) for label, each in rows.items()}
+        for rows, same in zip(seeds, counts, strict=True)
+    ]
+
+
+def at_equal_price(label: str) -> bool:
+    """Our private row and the private rows of others."""
+    return label == OURS or label.endswith(PRIVATE)
+
+
+def gap_lines(
+    dataset: str, pack: Path, ours: str = OURS, compared: Callable[[str], bool] = at_equal_price
+) -> list[str]:
+    """Our row minus each other one that is compared, the strongest rival first; 95 % intervals over users."""
+    cells: dict[str, list[str]] = {}
+    for column, tables in zip(GAPS, per_user(dataset, pack, compared), strict=True):
+        others = sorted((name for name in tables if name != ours), key=lambda name: -mean_over_slices(tables[name]))
+        rng = np.random.default_rng(seed_of(0, "differences", *column))
+        own, *theirs = bootstrap_means([tables[ours], *(tables[name] for name in others)], rng, DRAWS)
+        for name, draws in zip(others, theirs, strict=True):
+            gap = mean_over_slices(tables[ours]) - mean_over_slices(tables[name])
+            low, high = (short(end) for end in percentile_interval(own - draws, LEVEL))
+            cells.setdefault(name, []).append(f"{short(gap, '+')} [{low}, {high}]")
+    return [f"| {name} | " + " | ".join(row) + " |" for name, row in cells.items()]
+
+
+def short(value: float, sign: str = "") -> str:
+    """Three digits without the zero before the point."""
+    return f"{value:{sign}.3f}".replace("0.", ".", 1).replace("-", "\N{MINUS SIGN}")
+
+
+def sweep_lines(dataset: str, pack: Path) -> list[str]:
+    """ProtoFed-SP with one setting changed at a time, the settings as they are first."""
+    seeds: dict[str, list[Values]] = {}
+    for run in answered(dataset, pack):
+        seeds.setdefault(run.variant.partition(",")[2], []).append(columns_of(run))
+
+    def place(changed: str) -> tuple[str, float]:
+        setting, _, value = changed.partition("=")
+        return setting, float(value or 0)
+
+    def shown(column: Values) -> str:
+        return f"{mean(column):.4f} ± {stdev(column):.4f}"
+
+    found = by_column(seeds)
+    return [
+        f"| {changed.replace('=', ' = ') or 'as tuned'} | {len(found[changed][0])} | "
+        + " | ".join(shown(column) for column in found[changed])
+        + " |"
+        for changed in sorted(found, key=place)
+    ]
