@@ -167,6 +167,15 @@ def test_the_table_of_every_method_is_that_of_the_packed_runs(dataset):
     assert [line.replace("**", "") for line in table] == lines(dataset)
 
 
+def test_the_page_of_more_logs_counts_the_packed_runs():
+    rows = [row.strip("| ").split(" | ") for row in table_of(MORE_LOGS, "log | stands for")]
+    counted = {dataset.partition(",")[0]: runs for dataset, _, runs, _ in rows}
+    packs = {path.name.removesuffix(".runs.parquet"): path for path in (ROOT / "results/more").glob("*.runs.parquet")}
+    held = {dataset: f"{read_packed(path).num_rows} of 90" for dataset, path in packs.items()}
+    assert counted == dict.fromkeys(counted, "0 of 90") | held
+    assert held
+
+
 def number(text: str) -> float:
     return float(text.replace("\N{MINUS SIGN}", "-"))
 

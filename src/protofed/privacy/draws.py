@@ -16,7 +16,7 @@ from protofed.seeds import seed_of
 MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
-BLOCKS_AT_ONCE = {"cpu": 1 << 16}  # of random words: more leave the cache, and every step of the hash takes new memory
+NUMBERS_AT_ONCE = {"cpu": 1 << 16}  # drawn in one go: more leave the cache, and every step of the hash takes new memory
 Words = tuple[Tensor, Tensor, Tensor, Tensor]  # four 32-bit words, each kept in an int64
 
 
@@ -39,7 +39,7 @@ def uniform(
 ) -> Float[Tensor, "U ..."]:
     """Numbers strictly between 0 and 1, `shape` of them for each user; 52 bits, float64, on the users' device."""
     n, key = math.prod(shape), seed_of(seed, "draws", purpose)
-    at_once = BLOCKS_AT_ONCE.get(users.device.type, len(users) * n + 1) // max(n, 1)
+    at_once = NUMBERS_AT_ONCE.get(users.device.type, len(users) * n + 1) // max(n, 1)
     parts = [_uniform(key, some, round_, n) for some in users.split(max(at_once, 1))]
     return torch.cat(parts).reshape(len(users), *shape)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from protofed.privacy.draws import BLOCKS_AT_ONCE, bernoulli, normal, philox, uniform
+from protofed.privacy.draws import NUMBERS_AT_ONCE, bernoulli, normal, philox, uniform
 
 
 def words(text: str) -> tuple[torch.Tensor, ...]:
@@ -45,7 +45,7 @@ def test_a_users_draws_are_bit_equal_in_every_batch(users, round_, data):
 
 
 def test_draws_of_many_parts_are_those_of_each_user_alone():
-    users, n = torch.tensor([5, 0, 9, 2**33, 7]), BLOCKS_AT_ONCE["cpu"] // 2 - 1  # two users at a time
+    users, n = torch.tensor([5, 0, 9, 2**33, 7]), NUMBERS_AT_ONCE["cpu"] // 2 - 1  # two users at a time
     assert torch.equal(
         uniform(0, "x", users, 1, (n,)), torch.cat([uniform(0, "x", u, 1, (n,)) for u in users.split(1)])
     )
