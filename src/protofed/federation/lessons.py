@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from protofed.privacy.draws import uniform
 from protofed.slices.histories import Histories
 from protofed.slices.windows import Windows, moved, take, training_windows, trimmed
 
+GPU_WIDTH = 64  # up to this width a GPU has memory for all of them; a stack's activations grow with the width
 GPU_STACK = 8  # a GPU launches the same kernels for so many times the clients that suit a core, and takes hardly longer
 
 
@@ -66,9 +67,12 @@ def brief_data(
     return brief
 
 
-def stack_size(chunk: int, device: torch.device) -> int:
-    """How many clients to compute at once: `chunk` on a CPU, more on a GPU. It changes speed and memory alone."""
-    return chunk * GPU_STACK if device.type == "cuda" else chunk
+def stack_size(chunk: int, items: Float[Tensor, "I d"]) -> int:
+    """How many clients to compute at once with these item rows: `chunk` on a CPU, more on a GPU, fewer of wide ones.
+
+    It changes speed and memory alone.
+    """
+    return max(1, chunk * GPU_STACK * GPU_WIDTH // max(GPU_WIDTH, items.shape[-1])) if items.is_cuda else chunk
 
 
 def chunks(data: ClientData, size: int, device: torch.device) -> Iterator[tuple[slice, Windows]]:

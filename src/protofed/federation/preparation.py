@@ -146,7 +146,7 @@ def base_devices(
     moments = fresh_moments(table, data, rows)
     shared = nobody_yet(backbone, *shape, settings.embedding)
     brief = base_brief(config, base, data)
-    size = stack_size(settings.chunk, device)
+    size = stack_size(settings.chunk, backbone.items)
     briefs = in_brief(brief, -(-len(data) // size), size)
     for step in range(settings.base_steps):
 
@@ -212,7 +212,7 @@ def newest_hidden(config: RunConfig, backbone: SASRec, rows: OwnRows, data: Clie
     parts = []
     active, _ = subset(rows, data.users.to(rows.clients.device))
     device = backbone.items.device
-    for where, windows in chunks(data, stack_size(config.protofed.chunk, device), device):
+    for where, windows in chunks(data, stack_size(config.protofed.chunk, backbone.items), device):
         last = torch.cat([windows.users.diff() != 0, torch.ones_like(windows.users[:1], dtype=torch.bool)])
         newest = take(windows, last.nonzero()[:, 0])
         own, _ = rows_of_stack(active, where)
@@ -253,7 +253,7 @@ def observed(
             rng=numpy_stream(config.seed, "base periods"),
         )
         active, _ = subset(rows, data.users.to(rows.clients.device))
-        for where, windows in chunks(data, stack_size(config.protofed.chunk, device), device):
+        for where, windows in chunks(data, stack_size(config.protofed.chunk, backbone.items), device):
             users = data.users[where]
             own, _ = rows_of_stack(active, where)
             h = query_means(backbone, g, on(own, device), windows, len(users))

@@ -91,7 +91,7 @@ def tastes(backbone: SASRec, own: OwnRows, data: ClientData, chunk: int) -> Floa
     device, active = backbone.items.device, subset(own, data.users.to(own.clients.device))[0]
     parts = [
         query_means(backbone, None, on(rows_of_stack(active, where)[0], device), windows, where.stop - where.start)
-        for where, windows in chunks(data, stack_size(chunk, device), device)
+        for where, windows in chunks(data, stack_size(chunk, backbone.items), device)
     ]
     return torch.cat([torch.zeros(0, backbone.config.width, device=device), *parts])
 
@@ -114,7 +114,7 @@ def simulate_slice(
     Prompts learn from `brief` where it is given: the same clients' events with little context.
     """
     device = backbone.items.device
-    size = stack_size(schedule.chunk, device)
+    size = stack_size(schedule.chunk, backbone.items)
     stacks = list(chunks(data, size, torch.device("cpu")))
     briefs = in_brief(brief, len(stacks), size)
     active_rows, place = subset(own, data.users.to(own.clients.device))

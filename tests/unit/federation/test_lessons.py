@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from protofed.federation.lessons import ClientData, chunks, client_data, negatives_of, session_starts, stack_size
 from protofed.privacy.draws import uniform
@@ -127,8 +128,11 @@ def test_chunks_leave_the_data_as_it_was():
 
 
 def test_a_gpu_takes_more_clients_at_once_than_a_core():
-    assert stack_size(64, CPU) == 64
-    assert stack_size(64, torch.device("cuda")) == 512
+    assert stack_size(64, torch.zeros(3, 64)) == 64
+    with FakeTensorMode():  # no GPU is needed to say how many it would take
+        assert stack_size(64, torch.zeros(3, 64, device="cuda")) == 512
+        assert stack_size(64, torch.zeros(3, 256, device="cuda")) == 128  # four times as wide, a quarter of the clients
+        assert stack_size(1, torch.zeros(3, 1024, device="cuda")) == 1
 
 
 def slow_negatives(newest: int, n: int, n_items: int, seed: int, step: int) -> list[int]:

@@ -153,7 +153,7 @@ def one_round(
     dense = torch.zeros(server.layout.size, dtype=torch.float64, device=device)
     table = torch.zeros(len(server.rows), width, dtype=torch.float64, device=device)
     total, seen = 0.0, []
-    for where, windows in chunks(cohort, stack_size(rounds.chunk, device), device):
+    for where, windows in chunks(cohort, stack_size(rounds.chunk, server.model.items), device):
         users = cohort.users[where].to(device)
         start, end, lesson, loss = cohort_trained(
             world, server, windows, users, slice_, rounds.local, round_, losses_for

@@ -200,7 +200,7 @@ def own_steps(
     own, users = state.own, data.users.to(device)
     b, _ = copies_of(state.shared, users, torch.zeros_like(model.mean_row))
     learned = [b[:0]]
-    for where, windows in chunks(data, stack_size(chunk, device), device):
+    for where, windows in chunks(data, stack_size(chunk, model.items), device):
         n, key = where.stop - where.start, slice_.index * STEPS_PER_SLICE
         n_items = slice_.n_train_items
         negatives = drawn(windows, local.steps, training.negatives, n_items, seed=world.config.seed, key=key)

@@ -52,7 +52,7 @@ def personalised(
     """Every active client's copy after local steps, pulled towards the server's weights; nothing leaves the devices."""
     training, device = world.config.training, server.model.items.device
     anchor, parts = flat(weights_of(server.model, server.prompt), layout), [start[:0]]
-    for where, windows in chunks(data, stack_size(chunk, device), device):
+    for where, windows in chunks(data, stack_size(chunk, server.model.items), device):
         key = slice_.index * STEPS_PER_SLICE
         n_items = slice_.n_train_items
         negatives = drawn(windows, local.steps, training.negatives, n_items, seed=world.config.seed, key=key)
@@ -107,7 +107,7 @@ def scored(state: FederatedState, queries: Queries) -> Float[Tensor, "B I"]:
     layout = personal_layout(model, state.prompt)
     common = flat(weights_of(model, state.prompt), layout)
     hidden = [torch.zeros(0, model.config.width, device=device)]
-    size = stack_size(QUERIES_AT_ONCE, device)
+    size = stack_size(QUERIES_AT_ONCE, model.items)
     for first in range(0, len(queries), size):
         part = slice(first, first + size)
         copies, _ = copies_of(state, queries.users[part], common)
