@@ -202,9 +202,9 @@ class SASRec(nn.Module):
         """The row each of items 0 .. n_items - 1 is scored with."""
         return self.embed(torch.arange(n_items, device=self.items.device))
 
-    def input_norm(self) -> Float[Tensor, ""]:
-        """The typical length of an input token: what prompts are rescaled to."""
-        lengths: Tensor = self.items.detach()[self.has_row].norm(dim=-1)
+    def input_norm(self, known: Int[Tensor, " R"] | None = None) -> Float[Tensor, ""]:
+        """The typical length of an input token: what prompts are rescaled to; `known`: items with a row, if at hand."""
+        lengths: Tensor = self.items.detach()[self.has_row if known is None else known].norm(dim=-1)
         return lengths.mean() * math.sqrt(self.config.width)
 
     def _scaled(self, tokens: Int[Tensor, "B L"], embed: Embed | None) -> Float[Tensor, "B L d"]:

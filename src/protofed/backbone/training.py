@@ -240,6 +240,7 @@ def run_epoch(
     order, draws = stream(seed, "order", *purpose), stream(seed, "negatives", *purpose)
     steps, size = 0, config.batch_size
     share = model.reads_lines and worth_sharing(windows.tokens)
+    known = model.has_row.nonzero()[:, 0]
     if isinstance(step, RecordedSteps):
         laid = step.laid(windows, size, order, share=share)
     else:
@@ -248,18 +249,23 @@ def run_epoch(
         for batch in laid:
             n = min(size, len(windows) - steps * size)
             negatives = draw_negatives(n, config.negatives, task.slice_.n_train_items, draws)
-            step(Inputs(batch, negatives, random_prompt(model, n, task.prompt_rate, draws)))
+            step(Inputs(batch, negatives, random_prompt(model, n, task.prompt_rate, draws, known)))
             steps += 1
     model.eval()
     return steps
 
 
-def random_prompt(model: SASRec, n: int, rate: float, rng: Generator) -> Float[Tensor, "W L_p d"] | None:
+def random_prompt(
+    model: SASRec, n: int, rate: float, rng: Generator, known: Int[Tensor, " R"]
+) -> Float[Tensor, "W L_p d"] | None:
     """A random prompt of the backbone's input length in front of a whole batch, with probability `rate`.
 
-    A backbone that has met prompts in its warm-up is not thrown off by one that is injected later.
+    A backbone that has met prompts in its warm-up is not thrown off by one that is injected later. `known`: the items
+    with a row. Looked up at every prompt, or with noise sent from ordinary memory, they would make the process wait.
     """
     if rate <= 0 or float(torch.rand((), generator=rng)) >= rate:
         return None
-    noise = torch.randn(n, model.config.prompt_length, model.config.width, generator=rng).to(model.items.device)
-    return rescale_like(noise, model.input_norm())
+    device, on_gpu = model.items.device, model.items.is_cuda
+    noise = torch.randn(n, model.config.prompt_length, model.config.width, generator=rng)
+    sent = noise.pin_memory().to(device, non_blocking=True) if on_gpu else noise
+    return rescale_like(sent, model.input_norm(known))

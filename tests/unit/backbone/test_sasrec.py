@@ -226,6 +226,14 @@ def test_fresh_rows_have_the_length_that_is_announced():
     assert model.input_norm().item() == pytest.approx(0.4 * math.sqrt(64), rel=0.02)
 
 
+def test_the_length_of_an_input_is_that_of_items_with_a_row_however_they_are_named():
+    model = SASRec(BackboneConfig(width=64), 30, Generator().manual_seed(0))
+    model.has_row = torch.arange(30) % 3 == 0
+    by_hand = sum(float(model.items[item].norm()) for item in range(0, 30, 3)) / 10 * math.sqrt(64)
+    assert model.input_norm().item() == pytest.approx(by_hand, rel=1e-5)
+    assert torch.equal(model.input_norm(model.has_row.nonzero()[:, 0]), model.input_norm())
+
+
 def test_dropout_acts_in_training_only():
     model = random_model(N_ROWS, dropout=0.5)
     assert torch.equal(model.hidden(HISTORIES), model.hidden(HISTORIES))

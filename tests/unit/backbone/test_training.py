@@ -203,7 +203,8 @@ def test_validation_ndcg_ranks_each_positive_among_its_candidates():
 def test_a_random_prompt_has_the_length_of_an_input_token_and_comes_at_the_asked_rate():
     model, _ = warmed_up()
     rng = Generator().manual_seed(0)
-    prompts = [random_prompt(model, 3, 0.25, rng) for _ in range(400)]
+    known = model.has_row.nonzero()[:, 0]
+    prompts = [random_prompt(model, 3, 0.25, rng, known) for _ in range(400)]
     given = [prompt for prompt in prompts if prompt is not None]
     assert len(given) / 400 == pytest.approx(0.25, abs=0.06)
     assert given[0].shape == (3, model.config.prompt_length, model.config.width)
@@ -214,7 +215,7 @@ def test_a_random_prompt_has_the_length_of_an_input_token_and_comes_at_the_asked
 def test_without_prompts_no_draw_is_spent_on_them():
     rng = Generator().manual_seed(0)
     state = rng.get_state()
-    assert random_prompt(warmed_up()[0], 3, 0.0, rng) is None
+    assert random_prompt(warmed_up()[0], 3, 0.0, rng, torch.arange(2)) is None
     assert torch.equal(rng.get_state(), state)
 
 
