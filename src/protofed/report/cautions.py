@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from protofed.evaluation.ranking import LEAST_NDCG_PER_HIT, PILED_UP, check_ndcg_hr_ratio
+from protofed.report.layout import MOST_NAMED, some
 from protofed.report.runs import Run, Unfinished
 from protofed.report.sections import Section
 from protofed.report.tables import HEADLINE, MAIN, Results, key_of
 
-MOST_NAMED = 8  # rows in one sentence
+LEAST_WARM_UP = 500  # steps; the logs whose warm-up took longer are not helped by a longer patience
 
 
 def cautions(results: Sequence[Results], unfinished: Sequence[Unfinished]) -> tuple[str, ...]:
@@ -31,6 +32,7 @@ def _of_section(results: Results) -> Iterator[str]:
     yield from _few_seeds(section)
     yield from _other_queries(section)
     yield from _empty_slices(section)
+    yield from _short_warm_up(section)
     without = [row.label for row in section.rows if not _has_interval(results, row.label)]
     if without:
         why = "per_user.parquet is missing or its seeds differ in queries"
@@ -52,7 +54,7 @@ def _low_ndcg(results: Results) -> Iterator[str]:
             if check_ndcg_hr_ratio(ndcg, hits):
                 low[label] = ndcg / hits
         if low:
-            named = _some([f"{label} ({ratio:.4f})" for label, ratio in sorted(low.items(), key=lambda row: row[1])])
+            named = some([f"{label} ({ratio:.4f})" for label, ratio in sorted(low.items(), key=lambda row: row[1])])
             found = f"NDCG@10 / HR@10 is below {LEAST_NDCG_PER_HIT:.4f} for {named}"
             yield f"{candidates}, {subset} events: {found}: {PILED_UP}."
 
@@ -69,16 +71,9 @@ def _not_above_trivial(results: Results) -> Iterator[str]:
         losers = [row.label for row in rows if row.label not in above]
         where = f"the trivial row {trivial} ({candidates}, {subset} events, NDCG@10)"
         if trivial and len(losers) > MOST_NAMED and len(above) < len(losers):
-            yield f"rows above {where}: {_some(above) or 'none'}, of {len(rows)}."
+            yield f"rows above {where}: {some(above) or 'none'}, of {len(rows)}."
         elif trivial and losers:
-            yield f"{_some(losers)} not above {where}."
-
-
-def _some(names: Sequence[str]) -> str:
-    """All of them, or the first and how many more there are."""
-    if len(names) <= MOST_NAMED:
-        return ", ".join(names)
-    return f"{', '.join(names[: MOST_NAMED - 1])} and {len(names) - MOST_NAMED + 1} more"
+            yield f"{some(losers)} not above {where}."
 
 
 def _few_seeds(section: Section) -> Iterator[str]:
@@ -101,6 +96,25 @@ def _empty_slices(section: Section) -> Iterator[str]:
     empty = sorted({int(t) + 1 for run in runs for t in np.flatnonzero(run.matrices[MAIN].diagonal_queries == 0)})
     if empty:
         yield f"no test query in slice {', '.join(map(str, empty))}, which is left out of every average."
+
+
+def _short_warm_up(section: Section) -> Iterator[str]:
+    """A backbone that early stopping left next to untrained handicaps every row alike."""
+    runs = [run for row in section.rows for run in row.runs if run.warm_up is not None and run.warm_up.stopped_early]
+    found = [(run, run.warm_up) for run in runs if run.warm_up is not None and run.warm_up.steps < LEAST_WARM_UP]
+    if found:
+        least, most = (pick(warm_up.steps for _, warm_up in found) for pick in (min, max))
+        epoch = max(warm_up.steps_per_epoch for _, warm_up in found)
+        patience = min(int(run.config["training"]["patience"]) for run, _ in found)
+        yield (
+            f"the backbone's warm-up was at its best after {_between(least, most)} steps, and early stopping ended it; "
+            f"with {epoch} steps an epoch, a patience of {patience} epochs may give up too soon: "
+            "run with --set training.patience=20 and compare."
+        )
+
+
+def _between(least: int, most: int) -> str:
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def _queries(run: Run) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,15 @@ import numpy as np
 from protofed.evaluation.adaptation import Trace
 
 Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUp:
+    """How the backbone's training in the base block went."""
+
+    steps: int  # to its best epoch
+    steps_per_epoch: int
+    stopped_early: bool  # by its validation part, not by the cap on epochs
 
 
 def read_journal(path: Path) -> tuple[Record, ...]:
@@ -23,6 +33,18 @@ def read_journal(path: Path) -> tuple[Record, ...]:
             if isinstance(record, dict) and record.get("stage") == "learn" and _whole(record.get("slice")):
                 told[record["slice"]] = record
     return tuple(told[index] for index in sorted(told) if index > 0)
+
+
+def read_warm_up(path: Path, most_epochs: int) -> WarmUp | None:
+    """What was told of the warm-up, of which a run tells the same whenever it resumes; None where nothing was."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
+        with contextlib.suppress(json.JSONDecodeError):
+            record = json.loads(line)
+            if isinstance(record, dict) and record.get("stage") == "warm-up":
+                epochs, steps, trace = (record.get(name) for name in ("epochs", "steps_per_epoch", "validation_ndcg10"))
+                if isinstance(epochs, int) and isinstance(steps, int) and isinstance(trace, list):
+                    return WarmUp(epochs * steps, steps, 1 < len(trace) <= most_epochs)
+    return None
 
 
 def told_mean(journal: Sequence[Record], name: str) -> float:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from urllib.parse import quote
 
 MISSING = "–"
+MOST_NAMED = 8  # rows in one sentence
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,13 @@ def table_of_estimates(
         Line(label, tuple(column[place] for column in cells), trivial) for place, (label, trivial, _) in enumerate(rows)
     )
     return Table(name, caption, tuple(columns), lines, footer, _estimates_csv(columns, rows))
+
+
+def some(names: Sequence[str]) -> str:
+    """All of them, or the first and how many more there are."""
+    if len(names) <= MOST_NAMED:
+        return ", ".join(names)
+    return f"{', '.join(names[: MOST_NAMED - 1])} and {len(names) - MOST_NAMED + 1} more"
 
 
 def beside(table: Table, columns: Sequence[Column], cells: Mapping[str, Sequence[Cell]]) -> Table:

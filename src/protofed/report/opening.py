@@ -1,4 +1,4 @@
-"""The first page: three sentences, one table and one figure, all made from the numbers."""
+"""The first page: three sentences (several data sets: verdicts.py), one table and one figure, made from the numbers."""
 
 import math
 from collections.abc import Sequence
@@ -18,11 +18,9 @@ SHORT = ((MAIN, "NDCG@10"), (("sampled", "all", "hr@10"), "HR@10"))
 LONG = (*SHORT, (("full", "novel", "ndcg@10"), "NDCG@10 full, novel"))
 
 
-def sentences(results: Sequence[Results]) -> tuple[str, str, str]:
-    """The best private row, the best row of all, and what of it is beyond chance; data sets side by side."""
-    private = "; ".join(_in(results, found, _best_private(found)) for found in results)
-    overall = "; ".join(_in(results, found, _best(found)) for found in results)
-    sure = "; ".join(_in(results, found, _significant(found)) for found in results)
+def sentences(found: Results) -> tuple[str, str, str]:
+    """Of a single data set: the best private row, the best row of all, and what of it is beyond chance."""
+    private, overall, sure = best_private(found), _best(found), _significant(found)
     return f"Best private row: {private}.", f"Best row of all: {overall}.", f"Beyond chance over users: {sure}."
 
 
@@ -50,7 +48,7 @@ def overview(results: Sequence[Results]) -> Table:
 def forest(found: Results) -> Drawing:
     """NDCG@10 of the leading rows with their intervals over users."""
     name = f"{found.section.slug}-forest"
-    rows = sorted(compared(found), key=lambda row: (-_known(found, row), row.label))
+    rows = sorted(compared(found), key=lambda row: (-known(found, row), row.label))
     ours = [row for row in rows if row.method == "protofed-sp" or row.is_trivial]
     shown = [row for row in rows if row in ours or row in rows[: max(0, MOST_DOTS - len(ours))]][:MOST_DOTS]
     dots, tidy = [], []
@@ -76,48 +74,53 @@ def left_out(results: Sequence[Results]) -> int:
     return sum(len(found.section.rows) - len(compared(found)) for found in results)
 
 
-def _best_private(found: Results) -> str:
+def best_private(found: Results) -> str:
+    """The best row that carries a claim, with it, and among how many."""
     prices = found.prices
     promised = [label for label, price in prices.items() if not math.isinf(price.released)]
-    known = [row for row in compared(found) if row.label in promised and math.isfinite(_known(found, row))]
-    if not known:
+    rows = [row for row in compared(found) if row.label in promised and math.isfinite(known(found, row))]
+    if not rows:
         return "none released anything under a ledger, so no row carries a privacy claim"
-    best = max(known, key=lambda row: _known(found, row))
-    among = f"of {len(known)}" if len(known) > 1 else "the only one"
-    return f"{best.label} with NDCG@10 {number(_known(found, best))} ({prices[best.label].words}), {among}"
+    best = max(rows, key=lambda row: known(found, row))
+    among = f"of {len(rows)}" if len(rows) > 1 else "the only one"
+    return f"{best.label} with NDCG@10 {number(known(found, best))} ({prices[best.label].words}), {among}"
 
 
 def _best(found: Results) -> str:
-    rows = [row for row in compared(found) if math.isfinite(_known(found, row))]
+    rows = [row for row in compared(found) if math.isfinite(known(found, row))]
     if not rows:
         return "no row ranked sampled candidates"
-    best = max(rows, key=lambda row: _known(found, row))
-    trivial = max((row for row in rows if row.is_trivial), key=lambda row: _known(found, row), default=None)
+    best = max(rows, key=lambda row: known(found, row))
+    trivial = max((row for row in rows if row.is_trivial), key=lambda row: known(found, row), default=None)
     if best.is_trivial:
-        return f"{best.label}, a trivial row, with NDCG@10 {number(_known(found, best))}"
-    bar = f" (best trivial row: {trivial.label}, {number(_known(found, trivial))})" if trivial else ""
-    return f"{best.label} with NDCG@10 {number(_known(found, best))}{bar}"
+        return f"{best.label}, a trivial row, with NDCG@10 {number(known(found, best))}"
+    bar = f" (best trivial row: {trivial.label}, {number(known(found, trivial))})" if trivial else ""
+    return f"{best.label} with NDCG@10 {number(known(found, best))}{bar}"
 
 
 def _significant(found: Results) -> str:
-    intervals = found.intervals[MAIN[0], MAIN[1]]
-    labels = [row.label for row in compared(found)]
-    rivals = [label for label in labels if label in intervals.behind and label != intervals.best]
-    if not rivals or intervals.best not in labels:
+    best, rivals = found.intervals[MAIN[0], MAIN[1]].best, rivals_of_the_best(found)
+    if not rivals:
         return "nothing to compare with"
-    close = [label for label in rivals if intervals.behind[label].high >= 0]
+    close = [label for label, level in rivals.items() if level]
     if not close:
-        return f"{intervals.best} is ahead of {f'all {len(rivals)} other rows' if len(rivals) > 1 else rivals[0]}"
-    behind = len(rivals) - len(close)
-    ahead = f"{intervals.best} is ahead of {behind} of {len(rivals)} other rows"
+        return f"{best} is ahead of {f'all {len(rivals)} other rows' if len(rivals) > 1 else next(iter(rivals))}"
+    ahead = f"{best} is ahead of {len(rivals) - len(close)} of {len(rivals)} other rows"
     return f"{ahead}, and not distinguishable from {', '.join(close)}"
 
 
-def _in(results: Sequence[Results], found: Results, words: str) -> str:
-    return f"on {found.section.title}, {words}" if len(results) > 1 else words
+def rivals_of_the_best(found: Results) -> dict[str, bool]:
+    """Every other row of the overall comparison, and whether its distance to the best may be chance over users."""
+    intervals = found.intervals[MAIN[0], MAIN[1]]
+    labels = [row.label for row in compared(found)]
+    if intervals.best not in labels:
+        return {}
+    rivals = [label for label in labels if label in intervals.behind and label != intervals.best]
+    return {label: intervals.behind[label].high >= 0 for label in rivals}
 
 
-def _known(found: Results, row: Row) -> float:
+def known(found: Results, row: Row) -> float:
+    """The row's mean NDCG@10, the lowest there is where it has none."""
     mean = found.estimates[row.label][KEY].mean
     return mean if math.isfinite(mean) else -math.inf
 

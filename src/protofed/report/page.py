@@ -44,6 +44,7 @@ from protofed.report.tables import (
 )
 from protofed.report.tradeoff import tradeoff
 from protofed.report.variants import without_sweeps
+from protofed.report.verdicts import verdicts
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,8 @@ def render(chapters: Sequence[Chapter], warned: Sequence[str], unfinished: Seque
     prices = [(found.section.title, label, price) for found in results for label, price in found.prices.items()]
     return environment.from_string(_file("page.html")).render(
         chapters=chapters,
-        sentences=opening.sentences(results),
+        sentences=opening.sentences(results[0]) if len(results) == 1 else (),
+        verdicts=verdicts(results) if len(results) > 1 else None,
         overview=opening.overview(results),
         forests=[opening.forest(found) for found in results],
         left_out=opening.left_out(results),

@@ -17,7 +17,7 @@ from protofed.config import as_today
 from protofed.errors import DataError, ProtoFedError, RunFolderError
 from protofed.evaluation.exposure import EVENTS, PLACES
 from protofed.privacy.ledger import Ledger, Release, Trust, read_ledger
-from protofed.report.journal import Record, read_journal
+from protofed.report.journal import Record, WarmUp, read_journal, read_warm_up
 from protofed.report.parquet import read_parquet
 from protofed.report.users import FILE, UserFile
 
@@ -60,6 +60,7 @@ class Run:
     trust: Trust = "central"
     journal: tuple[Record, ...] = ()  # what the method told about slices 1..T
     users: UserFile | None = None  # None where the run kept none
+    warm_up: WarmUp | None = None  # None where the run does not tell
 
     @property
     def seed(self) -> int:
@@ -114,6 +115,7 @@ def read_run(folder: Path, name: str) -> Run:
         trust=trust,
         journal=read_journal(folder / "log.jsonl"),
         users=UserFile(folder / FILE) if (folder / FILE).is_file() else None,
+        warm_up=read_warm_up(folder / "log.jsonl", int(config["training"]["base_epochs"])),
     )
 
 

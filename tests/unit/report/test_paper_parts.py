@@ -298,7 +298,7 @@ def test_equal_epsilon_compares_the_private_rows_of_one_budget(results: Results)
 
 
 def test_three_sentences_name_the_best_rows_and_what_is_beyond_chance(root: Path, results: Results) -> None:
-    private, overall, sure = sentences([results])
+    private, overall, sure = sentences(results)
     ours = np.mean([accuracy(root / f"sp-{seed}") for seed in (0, 1)])
     assert private.startswith(f"Best private row: {FULL} with NDCG@10 {ours:.3f} (ε = ")
     assert private.endswith(", of 2.")
@@ -314,7 +314,7 @@ def test_a_release_without_noise_is_no_private_row(tmp_path: Path) -> None:
         write_run(tmp_path / method, lambda *_: 0.5, method=method, ledger=ledger)
     (only,) = group(find_runs(tmp_path)[0])
     found = compute(only)
-    assert "no row carries a privacy claim" in sentences([found])[0]
+    assert "no row carries a privacy claim" in sentences(found)[0]
     assert isinstance(equal_epsilon(found), Missing)
     assert {line.cells[-1].text for line in overview([found]).lines} == {"∞"}
 
@@ -324,7 +324,7 @@ def test_a_private_row_without_a_rival_is_said_to_be_the_only_one(tmp_path: Path
     write_run(tmp_path / "ours", lambda *_: 0.5, method="protofed-sp", ledger=ledger)
     write_run(tmp_path / "ewc", lambda *_: 0.5, method="ewc")
     (only,) = group(find_runs(tmp_path)[0])
-    assert sentences([compute(only)])[0].endswith("), the only one.")
+    assert sentences(compute(only))[0].endswith("), the only one.")
 
 
 def test_rows_within_their_intervals_are_not_said_to_be_behind(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_rows_within_their_intervals_are_not_said_to_be_behind(tmp_path: Path) -
     found = compute(only)
     gap = found.intervals["sampled", "all"].behind["si"]
     assert gap.low < gap.mean < 0 < gap.high
-    private, _, sure = sentences([found])
+    private, _, sure = sentences(found)
     assert sure == "Beyond chance over users: ewc is ahead of 0 of 1 other rows, and not distinguishable from si."
     assert "no row carries a privacy claim" in private
 
