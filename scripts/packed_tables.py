@@ -1,7 +1,7 @@
 """The lines of tables in docs/ that hold packed runs: from the packed ranks, and where it says so from an export."""
 
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -28,6 +28,7 @@ ACCURACY = (
     *(("ndcg@10", *pair) for pair in (("sampled", "all"), ("sampled", "novel"), ("sampled", "repeat"))),
     *(("ndcg@10", "full", "all"), ("ndcg@10", "full", "novel"), ("hr@10", "sampled", "all")),
 )
+PATIENCE = (0, 1, 2, 3)  # places in ACCURACY
 GAPS = (("sampled", "all"), ("sampled", "novel"), ("full", "all"), ("full", "novel"))
 OURS, PRIVATE = "protofed-sp (reference)", "private)"  # the private row that is ours, and how the labels of others end
 METRICS = {"ndcg@10": ndcg, "hr@10": hit_rate}
@@ -101,13 +102,45 @@ def accuracy_lines(dataset: str, pack: Path) -> list[str]:
     ]
 
 
+def glance_lines(datasets: Sequence[str], pack: Path) -> list[str]:
+    """Every method on every log, sampled NDCG@10 over all events, by mean place; the best of each log in bold."""
+    found = {dataset: {name: mean(row[0]) for name, row in accuracies(dataset, pack).items()} for dataset in datasets}
+    rows = {name: [column[name] for column in found.values()] for name in found[datasets[0]]}
+    places = {
+        name: mean([1 + sum(other > row[name] for other in row.values()) for row in found.values()]) for name in rows
+    }
+    best = [max(row.values()) for row in found.values()]
+
+    def shown(value: float, place: int) -> str:
+        return f"**{value:.3f}**" if value == best[place] else f"{value:.3f}"
+
+    return [
+        f"| {name} | " + " | ".join([*map(shown, rows[name], range(len(best))), f"{places[name]:.1f}"]) + " |"
+        for name in sorted(rows, key=lambda name: places[name])
+    ]
+
+
+def patience_lines(dataset: str, short_of: Path, long_of: Path) -> list[str]:
+    """What stopping later does to each row: PATIENCE's columns with the patience of one pack and of the other."""
+    soon, late = accuracies(dataset, short_of), accuracies(dataset, long_of)
+
+    def shown(values: Values) -> str:
+        return "–" if NO_SUCH_EVENTS in values else f"{mean(values):.3f} ± {stdev(values):.3f}"
+
+    return [
+        f"| {name} | " + " | ".join(shown(rows[name][place]) for place in PATIENCE for rows in (soon, late)) + " |"
+        for name in late
+    ]
+
+
 def exported(dataset: str, export: Path) -> dict[str, dict[tuple[str, str, str], dict[str, str]]]:
-    """The export by row, then by quantity, candidates and subset."""
+    """The export by row, then by quantity, candidates and subset; of several releases the first, the prototypes'."""
     found: dict[str, dict[tuple[str, str, str], dict[str, str]]] = {}
     with export.open(encoding="utf-8", newline="") as file:
         for line in csv.DictReader(file):
             if line["dataset"] == dataset and line["table"] in ("accuracy", "continual", "cost", "privacy"):
-                found.setdefault(line["method"], {})[line["quantity"], line["candidates"], line["subset"]] = line
+                key = line["quantity"], line["candidates"], line["subset"]
+                found.setdefault(line["method"], {}).setdefault(key, line)
     return found
 
 

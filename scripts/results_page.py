@@ -7,11 +7,22 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from packed_tables import OURS, accuracy_lines, cost_lines, gap_lines, noise_lines, sweep_lines
+from packed_tables import (
+    OURS,
+    accuracy_lines,
+    cost_lines,
+    gap_lines,
+    glance_lines,
+    noise_lines,
+    patience_lines,
+    sweep_lines,
+)
 
 ROOT = Path(__file__).parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "results"
-SEARCHED, MORE = ("gowalla_1k", "yelp", "amazon_beauty", "taobao"), ("gowalla", "hm")  # whole logs of each page
+SEARCHED = ("gowalla_1k", "yelp", "amazon_beauty", "taobao")
+MORE = ("gowalla", "amazon_sports", "lastfm_30music", "retailrocket", "movielens", "hm")
+SHORT_EPOCHS = ("retailrocket", "movielens", "hm")  # of MORE, those that were also run with a longer patience
 WITHOUT_NOISE = "protofed-sp (nodp)"
 
 Table = tuple[str, Callable[[], list[str]]]  # how its head begins, and its lines
@@ -41,6 +52,10 @@ def tables_of_results() -> Iterator[Table]:
 def tables_of_more_logs() -> Iterator[Table]:
     """Those of docs/more_logs.md: no row there is at the private one's price, so the one without noise is compared."""
     pack, export = RESULTS / "more", RESULTS / "more.csv"
+    yield "six logs", partial(glance_lines, MORE, pack)
+    for dataset in SHORT_EPOCHS:
+        yield f"{dataset}, patience", partial(patience_lines, dataset, pack, RESULTS / "patience")
+    yield "movielens, noise multiplier", partial(noise_lines, "movielens", export)
     for dataset in MORE:
         yield from overall(dataset, pack, export)
         yield f"{dataset}, {WITHOUT_NOISE} minus", partial(gap_lines, dataset, pack, WITHOUT_NOISE, without_claim)

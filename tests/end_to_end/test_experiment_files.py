@@ -22,7 +22,8 @@ from protofed.slices.partition import partition
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "experiments").glob("*.toml"))
-PAPER = [path for path in FILES if path.stem != "smoke"]  # whose cells may share a bench folder
+PAPER = [path for path in FILES if path.stem != "smoke"]
+SHARING = [path for path in PAPER if not path.stem.startswith("patience")]  # whose cells may share a bench folder
 LOGS = ROOT.parent / "shared" / "data"
 PAPERS_ABLATIONS = ("alignment", "short", "long", "static-prototypes")
 SWEPT = ("protofed.lambda_max", "protofed.sparsity", "protofed.prototypes", "protofed.top_m", "backbone.prompt_length")
@@ -56,6 +57,8 @@ def test_there_is_a_file_for_everything_the_paper_shows():
         "ablations",
         "sensitivity",
         "privacy-utility",
+        "patience",
+        "patience-hm",
     }
     assert {path.stem for path in PAPER} == wanted
 
@@ -79,7 +82,7 @@ def test_two_lines_say_what_a_file_reproduces_and_how_many_runs_that_takes(path)
 
 def test_files_that_share_a_folder_mean_the_same_run_and_no_run_has_two_folders():
     configs, folders = {}, {}
-    for cell in (cell for path in PAPER for cell in cells_of(path)):
+    for cell in (cell for path in SHARING for cell in cells_of(path)):
         text = to_toml(cell.config)
         assert configs.setdefault(cell.folder, text) == text, cell.folder
         assert folders.setdefault(text, cell.folder) == cell.folder

@@ -13,6 +13,7 @@ from protofed.experiments.grid import cells, read_grid
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reproduce.md").read_text(encoding="utf-8")
+PAPER_SIZE = tuple((ROOT / "results" / "paper_size").glob("*.runs.parquet"))
 COMMITTED = PAGE.partition("## What is committed")[2]
 
 
@@ -85,3 +86,13 @@ def test_every_experiment_file_has_its_command_and_its_number_of_runs():
     assert {name for _, name in counts} == set(files)
     for count, name in counts:
         assert int(count) == len(cells(read_grid(files[name]), settle)), name
+
+
+def test_the_cells_of_the_papers_width_are_counted():
+    found = {path.name.partition(".")[0]: pq.read_metadata(path).num_rows for path in PAPER_SIZE}
+    told = re.search(r"`results/paper_size` holds (\d+) of (\d+) cells \(([^)]*)\)", COMMITTED)
+    assert told is not None
+    grid = ROOT / "experiments" / "overall-paper-size.toml"
+    assert (int(told[1]), int(told[2])) == (sum(found.values()), len(cells(read_grid(grid), settle)))
+    parts = (part.split() for part in told[3].split(","))
+    assert {dataset: int(count) for dataset, count in parts} == found

@@ -1,6 +1,8 @@
 """docs/results.md, docs/more_logs.md: tables of packed runs hold the packs' numbers, computed here from ranks alone."""
 
 import csv
+import json
+import re
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -18,7 +20,7 @@ PAGE, MORE_LOGS = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name i
 COLUMNS = (("sampled", "all"), ("sampled", "novel"), ("sampled", "repeat"), ("full", "all"), ("full", "novel"))
 COSTS = ("bytes_up", "bytes_down", "trainable_parameters", "trainable_parameters_per_user", "learn")
 DATASETS = ("gowalla_1k", "yelp", "amazon_beauty", "taobao")
-MORE = ("gowalla", "hm")  # logs with a table in the second page
+MORE = ("gowalla", "amazon_sports", "lastfm_30music", "retailrocket", "movielens", "hm")  # logs of the second page
 ROWS = ("default", "nodp", "private")  # cells of the overall tables; other variants have tables of their own
 
 
@@ -103,17 +105,20 @@ def test_the_table_of_ablations_is_that_of_the_packed_runs():
     assert table == ablation_lines()
 
 
-def test_the_table_of_noise_is_that_of_the_packed_runs_at_the_price_of_their_ledgers():
-    table = table_of(PAGE, "gowalla_1k, noise multiplier")
-    rows = [row.strip("| ").split(" | ") for row in table]
+@pytest.mark.parametrize(("dataset", "introducing"), [("gowalla_1k", ()), ("movielens", ("0.2", "0.4"))])
+def test_the_table_of_noise_is_that_of_the_packed_runs_at_the_price_of_their_ledgers(dataset, introducing):
+    page, pack, _ = place_of(dataset)
+    rows = [row.strip("| ").split(" | ") for row in table_of(page, f"{dataset}, noise multiplier")]
     assert [row[0] for row in rows] == ["0.2", "0.4", "0.8", "1.1282", "1.6", "3.2"]
     runs = {
-        variant: seeds for (variant, label), seeds in values_of_runs("gowalla_1k").items() if "protofed-sp" in label
+        variant: seeds for (variant, label), seeds in values_of_runs(dataset, pack).items() if "protofed-sp" in label
     }
     for noise, price, sampled, full, _ in rows:
         seeds = runs["default" if noise == "1.1282" else f"noise,privacy.noise_multiplier={noise}"]
         assert [sampled, full] == [shown([seed[place] for seed in seeds]) for place in (0, 3)]
-        assert float(price) == pytest.approx(epsilon((Release(float(noise), 0.05, 160),), delta=1e-5), rel=1e-3)
+        rounds = Release(float(noise), 0.05, 160)
+        introductions = (Release(2 * float(noise), 1.0, 8),) if noise in introducing else ()
+        assert float(price) == pytest.approx(epsilon((rounds, *introductions), delta=1e-5), rel=1e-3)
 
 
 def test_the_table_of_settings_is_that_of_the_packed_runs():
@@ -171,9 +176,39 @@ def test_the_page_of_more_logs_counts_the_packed_runs():
     rows = [row.strip("| ").split(" | ") for row in table_of(MORE_LOGS, "log | stands for")]
     counted = {dataset.partition(",")[0]: runs for dataset, _, runs, _ in rows}
     packs = {path.name.removesuffix(".runs.parquet"): path for path in (ROOT / "results/more").glob("*.runs.parquet")}
-    held = {dataset: f"{read_packed(path).num_rows} of 90" for dataset, path in packs.items()}
-    assert counted == dict.fromkeys(counted, "0 of 90") | held
-    assert held
+    folders = {dataset: read_packed(path)["folder"].to_pylist() for dataset, path in packs.items()}
+    held = {name: sum(folder.split("/")[2] in ROWS for folder in found) for name, found in folders.items()}
+    assert counted == {dataset: f"{runs} of 90" for dataset, runs in held.items()}
+    assert set(held) == set(MORE)
+
+
+def test_the_table_at_a_glance_has_every_row_of_every_log_by_mean_place():
+    table = [row.strip("| ").replace("*", "").split(" | ") for row in table_of(MORE_LOGS, "six logs")]
+    logs = [{name: np.mean([seed[0] for seed in seeds]) for name, seeds in headlines(d).items()} for d in MORE]
+    assert MORE_LOGS.partition("| six logs | ")[2].splitlines()[0] == f"{' | '.join(MORE)} | place |"
+    places = {name: np.mean([sorted(log.values())[::-1].index(log[name]) + 1 for log in logs]) for name in logs[0]}
+    assert {row[0] for row in table} == set(places)
+    for name, *cells, place in table:
+        assert cells == [f"{log[name]:.3f}" for log in logs]
+        assert place == f"{places[name]:.1f}"
+    assert [places[row[0]] for row in table] == sorted(places.values())
+
+
+@pytest.mark.parametrize("dataset", ["retailrocket", "movielens", "hm"])
+def test_the_table_of_patience_pairs_the_rows_of_two_packs(dataset):
+    late = {label: seeds for (_, label), seeds in values_of_runs(dataset, "patience").items()}
+    table = [row.strip("| ").split(" | ") for row in table_of(MORE_LOGS, f"{dataset}, patience")]
+    assert {row[0] for row in table} == set(late)
+    for name, *cells in table:
+        pairs = zip(zip(*headlines(dataset)[name], strict=True), zip(*late[name], strict=True), strict=True)
+        assert cells == [shown(list(column)) for pair in list(pairs)[:4] for column in pair]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("results/*/*.runs.parquet")), ids=lambda path: str(path.parent.name))
+def test_commands_of_packed_runs_name_no_place_of_the_machine_that_ran_them(path):
+    commands = [json.loads(text)["command"] for text in read_packed(path)["environment"].to_pylist()]
+    assert commands
+    assert not [command for command in commands if re.search(r"[ =\"']/", command)]
 
 
 def number(text: str) -> float:

@@ -11,7 +11,7 @@ from protofed.report.runs import Run, Unfinished
 from protofed.report.sections import Section
 from protofed.report.tables import HEADLINE, MAIN, Results, key_of
 
-LEAST_WARM_UP = 500  # steps; the logs whose warm-up took longer are not helped by a longer patience
+LEAST_WARM_UP = 500  # steps; of three logs below it a longer patience helped two (docs/more_logs.md)
 
 
 def cautions(results: Sequence[Results], unfinished: Sequence[Unfinished]) -> tuple[str, ...]:
