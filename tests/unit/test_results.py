@@ -192,6 +192,9 @@ def test_the_table_at_a_glance_has_every_row_of_every_log_by_mean_place():
         assert cells == [f"{log[name]:.3f}" for log in logs]
         assert place == f"{places[name]:.1f}"
     assert [places[row[0]] for row in table] == sorted(places.values())
+    assert [row[0] for row in table].index("protofed-sp (nodp)") + 1 == 10
+    assert len(table) == 30
+    assert all("tenth of thirty rows" in page for page in (MORE_LOGS, (ROOT / "README.md").read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("dataset", ["retailrocket", "movielens", "hm"])

@@ -115,7 +115,7 @@ def read_run(folder: Path, name: str) -> Run:
         trust=trust,
         journal=read_journal(folder / "log.jsonl"),
         users=UserFile(folder / FILE) if (folder / FILE).is_file() else None,
-        warm_up=read_warm_up(folder / "log.jsonl", int(config["training"]["base_epochs"])),
+        warm_up=read_warm_up(folder / "log.jsonl", config.get("training", {}).get("base_epochs", 0)),
     )
 
 

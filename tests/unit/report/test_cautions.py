@@ -52,6 +52,12 @@ def test_a_warm_up_that_was_long_or_not_stopped_is_not(tmp_path: Path, log: list
     assert warned(tmp_path) == []
 
 
+def test_a_config_that_this_version_cannot_read_has_no_such_warning(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "frozen", lambda *_: 0.5, log=[told(2, 22, [0.1, 0.3, 0.2, 0.2, 0.2])])
+    (folder / "config.toml").write_text('dataset = "toy"\nmethod = "frozen"\nseed = 0\nfrom_the_future = 1\n')
+    assert warned(tmp_path) == []
+
+
 def test_the_warm_up_is_read_past_lines_that_a_kill_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text('{"slice": 0, "sta\n{"slice": 0, "stage": "warm-up", "epochs": 2, "steps_per_epoch": 7, '
