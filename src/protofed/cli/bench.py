@@ -43,7 +43,9 @@ def bench(
     seeds: Annotated[str | None, typer.Option(help="comma-separated; goes before the file's")] = None,
     preset_name: Annotated[str | None, typer.Option("--preset", help="small (d = 64) or paper (d = 256)")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="key=value for every cell")] = None,
-    tuned: Annotated[Path | None, typer.Option(help="the --out of `protofed tune`: METHOD/best.toml")] = None,
+    tuned: Annotated[
+        list[Path] | None, typer.Option(help="the --out of `protofed tune`; of several, the first that has the method")
+    ] = None,
     root: Annotated[Path, typer.Option(help="folder of prepared logs")] = Path("data"),
     jobs: Annotated[int, typer.Option(help="runs at once, each on one thread")] = 1,
     shard: Annotated[str | None, typer.Option(help="i/n: only part i of n, e.g. one part per machine")] = None,
@@ -65,7 +67,7 @@ def bench(
     part = grids.parse_shard(shard) if shard else (1, 1)
     grid = chosen_grid(config, {"datasets": datasets, "methods": methods, "seeds": seeds}, preset_name, settings or [])
     check_places(grid, root, device)
-    everything = grids.cells(grid, settle, grids.tuned_in(tuned) if tuned else grids.untuned)
+    everything = grids.cells(grid, settle, grids.tuned_in(*tuned) if tuned else grids.untuned)
     cells = grids.shard(everything, *part)
     board = {cell.folder: benches.standing(cell, out) for cell in cells}
     if dry_run:

@@ -32,7 +32,7 @@ def report(
         list[Path] | None, typer.Option(help="Only list what RUNS lacks of this experiment file; repeatable.")
     ] = None,
     tuned: Annotated[
-        Path | None, typer.Option(help="With --check or --grid: the --tuned that the bench was given.")
+        list[Path] | None, typer.Option(help="With --check or --grid: the --tuned that the bench was given, each.")
     ] = None,
     grid: Annotated[
         list[Path] | None, typer.Option(help="Show in the page what RUNS lacks of this experiment file; repeatable.")
@@ -43,15 +43,15 @@ def report(
     if check:
         if out is not None or kind is not None or grid:
             raise ConfigError("--check writes no file; leave --out, --format and --grid out")
-        check_grids(runs, check, tuned, as_json)
+        check_grids(runs, check, tuned or (), as_json)
         return
-    if tuned is not None and not grid:
+    if tuned and not grid:
         raise ConfigError("--tuned goes with --check or --grid: finished runs hold their own settings")
     kind = chosen_format(out, kind)
     if grid and kind != "html":
         raise ConfigError(f"--grid goes with the HTML page, got --format {kind}; --check lists what is missing")
     out = out or Path(NAMES[kind])
-    numbers = write_page(runs, out, grid or (), tuned) if kind == "html" else write_tables(runs, out, kind)
+    numbers = write_page(runs, out, grid or (), tuned or ()) if kind == "html" else write_tables(runs, out, kind)
     if as_json:
         typer.echo(json.dumps(numbers | {"report": str(out)}, indent=2, ensure_ascii=False))
     else:
@@ -79,7 +79,7 @@ def chosen_format(out: Path | None, kind: str | None) -> str:
     return chosen
 
 
-def write_page(runs: Path, out: Path, files: Sequence[Path] = (), tuned: Path | None = None) -> dict[str, Any]:
+def write_page(runs: Path, out: Path, files: Sequence[Path] = (), tuned: Sequence[Path] = ()) -> dict[str, Any]:
     """The HTML page at `out`, with what is missing of the grids in `files`; its numbers."""
     check_target(out)
     wanted = wanted_cells(files, tuned) if files else ()
@@ -109,17 +109,17 @@ def write_tables(runs: Path, out: Path, kind: str) -> dict[str, Any]:
     return summary(results, warned, unfinished)
 
 
-def wanted_cells(files: Sequence[Path], tuned: Path | None) -> "tuple[Cell, ...]":
+def wanted_cells(files: Sequence[Path], tuned: Sequence[Path]) -> "tuple[Cell, ...]":
     """The cells of experiment files, each run once."""
     from protofed.cli.run import settle
     from protofed.experiments.grid import cells, read_grid, tuned_in, untuned
     from protofed.report.coverage import together
 
-    settings = tuned_in(tuned, required=False) if tuned else untuned
+    settings = tuned_in(*tuned, required=False) if tuned else untuned
     return together(cells(read_grid(file), settle, settings) for file in files)
 
 
-def check_grids(runs: Path, files: Sequence[Path], tuned: Path | None, as_json: bool) -> None:
+def check_grids(runs: Path, files: Sequence[Path], tuned: Sequence[Path], as_json: bool) -> None:
     """One line if every cell is finished; else each that is not, how far each data set is, and exit code 1."""
     from protofed.report.coverage import covered
 

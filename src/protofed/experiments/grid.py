@@ -130,25 +130,28 @@ def untuned(dataset: str, method: str, variant: str, private: bool) -> Mapping[s
     return {}
 
 
-def tuned_in(folder: Path, *, required: bool = True) -> Tuned:
+def tuned_in(*folders: Path, required: bool = True) -> Tuned:
     """What `protofed tune --out folder` found: of each METHOD/best.toml, the settings that the search was over.
 
-    A log of its own has them in DATASET/METHOD/best.toml; what lies there goes before METHOD/best.toml. A method that
-    is not tuned yet is refused, or where it is not `required` has no settings.
+    A log of its own has them in DATASET/METHOD/best.toml; what lies there goes before METHOD/best.toml, and one folder
+    before the next. A method that is not tuned yet is refused, or where it is not `required` has no settings.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"no folder at --tuned {folder}; give the --out of `protofed tune`")
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"no folder at --tuned {folder}; give the --out of `protofed tune`")
 
     def tuned(dataset: str, method: str, variant: str, private: bool) -> Mapping[str, object] | None:
         space = space_of(method, variant, private=private)
         if not space:
             return {}
-        places = [folder / quote(dataset, safe="") / method / "best.toml", folder / method / "best.toml"]
+        own = Path(quote(dataset, safe=""), method, "best.toml")
+        places = [folder / place for folder in folders for place in (own, Path(method, "best.toml"))]
         found = next((place for place in places if place.is_file()), None)
         if found is None and not required:
             return None
         if found is None:
-            raise ConfigError(f"--tuned {folder} has no {method}/best.toml; tune {method} too, or leave it out")
+            given = ", ".join(map(str, folders))
+            raise ConfigError(f"--tuned {given} has no {method}/best.toml; tune {method} too, or leave it out")
         values = _best(found, method, variant, private)
         return {key: values[key] for key in space if key in values}
 

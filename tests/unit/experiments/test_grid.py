@@ -351,6 +351,23 @@ def test_a_data_set_that_was_tuned_by_itself_has_its_own_settings(tmp_path):
     assert [cell.config.hyper for cell in found] == ["strength = 0.3", "strength = 0.7"]
 
 
+def test_of_several_folders_the_first_that_knows_the_method_is_asked(tmp_path):
+    write_best(tmp_path / "own", "ewc", {"hyper.strength": 0.3})
+    write_best(tmp_path / "lent", "ewc", {"hyper.strength": 0.7})
+    write_best(tmp_path / "lent" / "own", "ewc", {"hyper.strength": 0.9})  # one folder goes before the next, whole
+    write_best(tmp_path / "lent", "mas", {"hyper.strength": 0.5})
+    both = tuned_in(tmp_path, tmp_path / "lent")
+    found = cells(Grid(("own", "other"), ("ewc", "mas")), settle, both)
+    asked = {(cell.config.dataset, cell.config.method): cell.config.hyper for cell in found}
+    assert asked["own", "ewc"] == "strength = 0.3"
+    assert asked["other", "ewc"] == "strength = 0.7"
+    assert asked["own", "mas"] == asked["other", "mas"] == "strength = 0.5"
+    with pytest.raises(ConfigError, match=r"--tuned .*, .*lent has no si/best\.toml"):
+        cells(Grid(("own",), ("si",)), settle, both)
+    with pytest.raises(ConfigError, match=r"no folder at --tuned .*absent"):
+        tuned_in(tmp_path, tmp_path / "absent")
+
+
 def test_what_has_nothing_to_tune_needs_no_file_and_what_has_needs_one(tmp_path):
     (cell,) = cells(Grid(("synthetic",), ("popularity",)), settle, tuned_in(tmp_path))
     assert cell.settings == ()

@@ -174,7 +174,7 @@ def test_a_tuned_bench_is_checked_with_what_it_was_tuned_to(tmp_path, file, caps
             for method, sets in (("frozen", []), ("ewc", ["hyper.strength=0.25"])):
                 config = settle({"dataset": dataset, "method": method, "seed": seed}, None, sets)
                 write_cell(tmp_path / "runs", Cell("default", config, ()))
-    report(tmp_path / "runs", check=[file], tuned=tmp_path / "tune")
+    report(tmp_path / "runs", check=[file], tuned=[tmp_path / "tune"])
     with pytest.raises(typer.Exit):
         report(tmp_path / "runs", check=[file])
     assert "missing    toy/ewc/default/seed-0" in capsys.readouterr().out
@@ -184,7 +184,7 @@ def test_what_makes_no_sense_with_check_is_refused(tmp_path, file):
     with pytest.raises(ConfigError, match="--check writes no file"):
         report(tmp_path, tmp_path / "report.html", check=[file])
     with pytest.raises(ConfigError, match="--tuned goes with --check"):
-        report(tmp_path, tuned=tmp_path)
+        report(tmp_path, tuned=[tmp_path])
     with pytest.raises(ProtoFedError, match="no folder at"):
         report(tmp_path / "absent", check=[file])
     with pytest.raises(ConfigError, match="no experiment file at"):
