@@ -119,6 +119,7 @@ class ProtoFedConfig:
     short_rate: float = 0.1  # eta_s
     row_rate: float = 5e-3  # of a client's own item rows; 0 leaves them where they start
     met_boost: float = 3.0  # an item just met starts with this much of what base users' rows gained on average
+    at_once: bool = False  # items in a question's past count as just met before the device has learned a row for them
     sparsity: float = 1.0  # lambda_p in multiples of a client's median gradient entry
     group_sparsity: bool = False  # drop whole tokens of the short prompt
     lambda_max: float = 1.0  # the strongest pull to the prototypes

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from protofed.backbone.new_items import neighbours
 from protofed.backbone.sasrec import Embed, SASRec
-from protofed.slices.histories import Histories, Queries, met_before
+from protofed.slices.histories import Histories, Queries, distinct_past, met_before
 
 SPAN = 2**32  # pairs are looked up by client * SPAN + item
 NEIGHBOURS = 5  # events before and after, as in the shared rule
@@ -100,6 +100,25 @@ def with_own_scores(
         keep = keep & met_before(queries, which, own.items[place])
     which, place = which[keep], place[keep]
     return scores.index_put((which, own.items[place]), (hidden[which] * own.rows[place]).sum(-1))
+
+
+def with_just_met(
+    scores: Float[Tensor, "B I"],
+    hidden: Float[Tensor, "B d"],
+    own: OwnRows,
+    queries: Queries,
+    boost: float,
+    allowed: Bool[Tensor, " B"],
+) -> Float[Tensor, "B I"]:
+    """Scores in which items of a query's own past that its client has no row for count as just met.
+
+    Such a row would start at the public one and `boost` towards the client's typical query (as in `with_met_items`);
+    asked now, that is the query itself, so its score rises by boost * |hidden|. Nothing is learned or kept.
+    """
+    which, items = distinct_past(queries)
+    fresh = ~find(own, queries.users[which], items)[0] & allowed[which] & (items < scores.shape[1])
+    which, items = which[fresh], items[fresh]
+    return scores.index_put((which, items), scores[which, items] + boost * hidden[which].norm(dim=-1))
 
 
 def subset(own: OwnRows, clients: Int[Tensor, " U"]) -> tuple[OwnRows, Int[Tensor, " P"]]:

@@ -3,7 +3,7 @@
 Prompts over-fit clients with few events. The choice is made on the device, from the device's own events: it costs no ε.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from protofed.client.drift import Gate
 from protofed.client.update import Broadcast, LocalRule
 from protofed.inference.online import Devices, forced, online_inference
 from protofed.slices.candidates import NO_CANDIDATE
-from protofed.slices.histories import moved, trimmed
+from protofed.slices.histories import Queries, moved, trimmed
 from protofed.slices.stream import TimeSlice
 
 VARIANTS = ((False, False), (False, True), (True, False), (True, True))  # (prompt, own rows)
@@ -28,20 +28,29 @@ def variant_losses(
     shared: Broadcast, g: QueryEncoder, gate: Gate, rule: LocalRule, devices: Devices, slice_: TimeSlice, length: int
 ) -> tuple[Float[Tensor, "B V"], Int[Tensor, " B"]]:
     """The loss of each validation event of the slice under each variant, and whose event it is."""
-    asked, device = slice_.validation, shared.backbone.items.device
-    order = np.argsort(slice_.past.before[asked.positions], kind="stable")
-    losses = []
-    for start in range(0, len(asked), CHUNK):
-        chunk = order[start : start + CHUNK]
-        queries = moved(trimmed(slice_.queries(chunk, length)), device)
-        positives, negatives = asked.positives[chunk].to(device), asked.negatives[chunk].to(device)
+    device = shared.backbone.items.device
+    losses, users = [], [torch.zeros(0, dtype=torch.int64, device=device)]
+    for queries, positives, negatives in validation_questions(slice_, length, device):
         by_variant = []
         for prompt, rows in VARIANTS:
             scores = online_inference(shared, g, gate, rule, forced(devices, prompt=prompt, rows=rows), queries)
             by_variant.append(candidate_loss(scores, positives, negatives))
         losses.append(torch.stack(by_variant, dim=-1))
+        users.append(queries.users)
     empty = torch.zeros(0, len(VARIANTS), device=device)
-    return torch.cat([empty, *losses]), asked.users[order].to(device)
+    return torch.cat([empty, *losses]), torch.cat(users)
+
+
+def validation_questions(
+    slice_: TimeSlice, length: int, device: torch.device
+) -> Iterator[tuple[Queries, Int[Tensor, " B"], Int[Tensor, "B n"]]]:
+    """The slice's validation events with their answers and sampled candidates, those of short histories first."""
+    asked = slice_.validation
+    order = np.argsort(slice_.past.before[asked.positions], kind="stable")
+    for start in range(0, len(asked), CHUNK):
+        chunk = order[start : start + CHUNK]
+        queries = moved(trimmed(slice_.queries(chunk, length)), device)
+        yield queries, asked.positives[chunk].to(device), asked.negatives[chunk].to(device)
 
 
 def candidate_loss(

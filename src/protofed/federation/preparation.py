@@ -30,7 +30,13 @@ from protofed.client.own_rows import OwnRows, met_boost, no_rows, own_embed, sub
 from protofed.client.prompts import PromptState
 from protofed.client.update import Brief, Broadcast, Lesson, LocalRule, client_update, cooled
 from protofed.config import RunConfig
-from protofed.federation.acceptance import VARIANTS, remembered, variant_losses
+from protofed.federation.acceptance import (
+    VARIANTS,
+    candidate_loss,
+    remembered,
+    validation_questions,
+    variant_losses,
+)
 from protofed.federation.lessons import ClientData, brief_data, chunks, client_data, negatives_of, stack_size
 from protofed.federation.simulator import (
     Encoders,
@@ -45,7 +51,7 @@ from protofed.federation.simulator import (
     tastes,
 )
 from protofed.federation.table import ClientTable, drift_of, keep_drift, new_table
-from protofed.inference.online import Devices
+from protofed.inference.online import Devices, forced, online_inference
 from protofed.privacy.draws import normal
 from protofed.progress import Progress
 from protofed.seeds import numpy_stream, stream
@@ -58,6 +64,7 @@ from protofed.slices.windows import Windows, moved, take, trimmed
 PERIODS = 8  # the base block is as long as eight slices
 LINEAR_BELOW = 2_000  # base users
 FIRST_STD = 0.02  # of the one random prompt every base user starts from
+STRENGTHS = (0.0, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)  # tried for items just met
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,7 @@ class Prepared:
     table: ClientTable
     rows: OwnRows
     met_boost: float
+    just_met: float
     prior: Float[
         Tensor, " V"
     ]  # the base users' mean loss of each variant, relative to nothing, times its weight in events
@@ -85,7 +93,9 @@ def prepare(config: RunConfig, base: TimeSlice, backbone: SASRec, rule: LocalRul
     encoders = observed(config, base, backbone, codec, g, table, rows)
     library = first_library(config, base.past.n_users, codec.encode(table.long[data.users].to(device)))
     newest = int(data.windows.newest.max()) if len(data) else -1
-    started = Prepared(encoders, library, table, rows, boost, torch.zeros(len(VARIANTS), device=device), newest)
+    started = Prepared(encoders, library, table, rows, boost, 0.0, torch.zeros(len(VARIANTS), device=device), newest)
+    if settings.at_once and rule.use_rows:
+        started = replace(started, just_met=fitted_just_met(config, base, backbone, rule, started))
     return started if "acceptance" in settings.ablate else with_prior(config, base, backbone, rule, started)
 
 
@@ -280,7 +290,7 @@ def first_library(config: RunConfig, n_clients: int, z: Float[Tensor, "n d_z"]) 
 def with_prior(config: RunConfig, base: TimeSlice, backbone: SASRec, rule: LocalRule, start: Prepared) -> Prepared:
     """The same with what the base block's validation events say about prompts and own rows, by user and in the mean."""
     shared = broadcast(backbone, start.encoders.codec, start.library.v)
-    devices = everybody_uses(start.table, start.rows, backbone.items.device)
+    devices = everybody_uses(start.table, start.rows, backbone.items.device, start.just_met)
     encoders = start.encoders
     losses, users = variant_losses(
         shared, encoders.g, encoders.gate, rule, devices, base, config.backbone.history_length
@@ -293,9 +303,30 @@ def with_prior(config: RunConfig, base: TimeSlice, backbone: SASRec, rule: Local
     return replace(start, prior=prior)
 
 
-def everybody_uses(table: ClientTable, rows: OwnRows, device: torch.device) -> Devices:
+def fitted_just_met(config: RunConfig, base: TimeSlice, backbone: SASRec, rule: LocalRule, start: Prepared) -> float:
+    """What having met an item is worth before there is a row for it: the strength with the least validation loss.
+
+    Scores are linear in it, so two passes over the base block's validation events, with own rows and without prompts,
+    tell all of STRENGTHS.
+    """
+    shared = broadcast(backbone, start.encoders.codec, start.library.v)
+    everybody = everybody_uses(start.table, start.rows, backbone.items.device, 1.0)
+    counted = forced(everybody, prompt=False, rows=True)
+    strengths = torch.tensor(STRENGTHS, device=backbone.items.device)
+    losses = torch.zeros(len(STRENGTHS), dtype=torch.float64)
+    for queries, positives, negatives in validation_questions(base, config.backbone.history_length, strengths.device):
+        bare, met = (
+            online_inference(shared, start.encoders.g, start.encoders.gate, rule, replace(counted, just_met=b), queries)
+            for b in (0.0, 1.0)
+        )
+        found = [candidate_loss(bare + b * (met - bare), positives, negatives).nan_to_num() for b in strengths]
+        losses += torch.stack([loss.sum() for loss in found]).double().cpu()
+    return STRENGTHS[int(losses.argmin())]
+
+
+def everybody_uses(table: ClientTable, rows: OwnRows, device: torch.device, just_met: float) -> Devices:
     """The table as ranking reads it, with everything switched on."""
     everybody = torch.ones(len(table), dtype=torch.bool, device=device)
     drift: Tensor = table.step.to(device).norm(dim=-1)
     prompts = PromptState(table.long.to(device), table.short.to(device))
-    return Devices(prompts, drift, table.met.to(device), on(rows, device), everybody, everybody, True)
+    return Devices(prompts, drift, table.met.to(device), on(rows, device), everybody, everybody, True, True, just_met)

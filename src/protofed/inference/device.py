@@ -37,6 +37,7 @@ class Model:
     session_gap_hours: float = 8.0
     negatives: int = 64
     seed: int = 0
+    just_met: float = 0.0  # what having met an item adds before its row is learned; 0: it starts a row at once instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def new_device(model: Model) -> Device:
 def recommend(model: Model, device: Device, n: int = 10, candidates: Int[Tensor, " c"] | None = None) -> Ranking:
     """The n best items for the user's next event, among all or among the candidates; nothing changes by asking."""
     scores = online_inference(
-        model.shared, model.g, model.gate, model.rule, as_devices(device), as_query(model, device)
+        model.shared, model.g, model.gate, model.rule, as_devices(model, device), as_query(model, device)
     )[0]
     among = torch.arange(len(scores), device=scores.device) if candidates is None else candidates.to(scores.device)
     if len(among) and not (int(among.min()) >= 0 and int(among.max()) < len(scores)):
@@ -124,12 +125,12 @@ def as_query(model: Model, device: Device) -> Queries:
     )
 
 
-def as_devices(device: Device) -> Devices:
+def as_devices(model: Model, device: Device) -> Devices:
     """The device as a table of one user."""
     one = torch.ones(1, dtype=torch.bool, device=device.items.device)
     return Devices(
         device.prompts, device.drift.drift, one & device.met, device.rows, one & device.use_prompt,
-        one & device.use_rows, device.use_prompt,
+        one & device.use_rows, device.use_prompt, device.use_rows, model.just_met,
     )  # fmt: skip
 
 
@@ -155,7 +156,7 @@ def _query(model: Model, device: Device) -> Float[Tensor, "1 d_z"]:
 
 def _lesson(model: Model, device: Device, item: int) -> tuple[Lesson, PromptState]:
     """The one event as a lesson, and the prompts it changes; a first event starts them at the routed prototypes."""
-    query, devices = as_query(model, device), as_devices(device)
+    query, devices = as_query(model, device), as_devices(model, device)
     tokens = query.tokens
     windows = Windows(
         users=query.users,
@@ -177,12 +178,12 @@ def _first_prompts(model: Model, h: Float[Tensor, "1 d_z"]) -> PromptState:
 
 
 def _remembering(model: Model, device: Device, item: int, time: int) -> Device:
-    """The event becomes history; an item met for the first time gets a row of the device's own."""
+    """The event becomes history; an item met for the first time gets a row of the device's own, or counts as met."""
     at = device.items.device
     what, when = torch.tensor([item], device=at), torch.tensor([time], device=at)
     client = torch.zeros_like(what)
     rows = device.rows
-    if not bool(find(rows, client, what)[0]):
+    if not model.just_met and not bool(find(rows, client, what)[0]):
         row = first_row(model, device, item)
         place = int(torch.searchsorted(rows.items, what))
         rows = OwnRows(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from protofed.client.codec import QueryEncoder, unit
 from protofed.client.drift import Gate, drift_gate
-from protofed.client.own_rows import OwnRows, own_embed, with_own_scores
+from protofed.client.own_rows import OwnRows, own_embed, with_just_met, with_own_scores
 from protofed.client.prompts import PromptState, mixture
 from protofed.client.router import route
 from protofed.client.update import Broadcast, LocalRule, composed
@@ -26,6 +26,8 @@ class Devices:
     use_prompt: Bool[Tensor, " N"]
     use_rows: Bool[Tensor, " N"]
     newcomers_use_prompt: bool  # what a user without a memory does
+    newcomers_use_rows: bool = True  # the same for items it has just met
+    just_met: float = 0.0  # what having met an item adds before its row is learned; 0: nothing
 
 
 def online_inference(
@@ -45,6 +47,9 @@ def online_inference(
         with_prompt = shared.backbone.last_hidden(queries.tokens, prompt, embed)
         hidden = torch.where(prompted[:, None], with_prompt, hidden)
     scores = shared.backbone.scores(hidden, queries.n_items)
+    if devices.just_met:
+        counting = torch.where(known, devices.use_rows[at], devices.newcomers_use_rows)
+        scores = with_just_met(scores, hidden, devices.rows, queries, devices.just_met, counting)
     return with_own_scores(scores, hidden, devices.rows, users, _by_user(devices.use_rows, users), queries)
 
 
@@ -85,4 +90,10 @@ def query_prompt(
 def forced(devices: Devices, *, prompt: bool, rows: bool) -> Devices:
     """The same devices, all using their prompt (or not) and their own rows (or not)."""
     everybody = torch.ones_like(devices.met)
-    return replace(devices, use_prompt=everybody & prompt, use_rows=everybody & rows, newcomers_use_prompt=prompt)
+    return replace(
+        devices,
+        use_prompt=everybody & prompt,
+        use_rows=everybody & rows,
+        newcomers_use_prompt=prompt,
+        newcomers_use_rows=rows,
+    )

@@ -62,6 +62,7 @@ class ProtoFedState:
     table: ClientTable
     rows: OwnRows
     met_boost: float
+    just_met: float
     prior: Float[Tensor, " V"]
     use_prompt: Bool[Tensor, " N"]
     use_rows: Bool[Tensor, " N"]
@@ -159,6 +160,7 @@ class ProtoFedSP:
             table=made.table,
             rows=made.rows,
             met_boost=made.met_boost,
+            just_met=made.just_met,
             prior=made.prior,
             use_prompt=use_prompt,
             use_rows=use_rows,
@@ -389,15 +391,16 @@ def encoders_of(state: ProtoFedState) -> Encoders:
 
 def devices_of(config: RunConfig, state: ProtoFedState) -> Devices:
     """The devices as ranking reads them."""
-    everything = everybody_uses(state.table, state.rows, state.backbone.items.device)
+    everything = everybody_uses(state.table, state.rows, state.backbone.items.device, state.just_met)
     nobody = torch.zeros(1, len(VARIANTS), device=state.prior.device)
-    newcomers = bool(accepted(nobody, state.prior, may_use(config))[0])
+    prompt, rows = accepted(nobody, state.prior, may_use(config))
     device = everything.met.device
     return replace(
         everything,
         use_prompt=state.use_prompt.to(device),
         use_rows=state.use_rows.to(device),
-        newcomers_use_prompt=newcomers,
+        newcomers_use_prompt=bool(prompt),
+        newcomers_use_rows=bool(rows),
     )
 
 
@@ -415,6 +418,7 @@ def on_device_model(config: RunConfig, state: ProtoFedState, n_items: int) -> Mo
         session_gap_hours=settings.session_gap_hours,
         negatives=config.training.negatives,
         seed=config.seed,
+        just_met=state.just_met,
     )
 
 
@@ -424,8 +428,9 @@ def device_of_user(
     """One user's device after a slice, with the user's events so far; a user nobody met has an empty one."""
     model = on_device_model(config, state, 1)
     if user >= len(state.table) or not bool(state.table.met[user]):
-        newcomers = devices_of(config, state).newcomers_use_prompt
-        return replace(new_device(model), items=items, times=times, use_prompt=newcomers)
+        everybody = devices_of(config, state)
+        prompt, rows = everybody.newcomers_use_prompt, everybody.newcomers_use_rows
+        return replace(new_device(model), items=items, times=times, use_prompt=prompt, use_rows=rows)
     device, whose = model.shared.v.device, torch.tensor([user], device=state.rows.clients.device)
     return Device(
         prompts=prompts_of(state.table, whose, device),
@@ -445,7 +450,7 @@ def chosen_by_validation(config: RunConfig, state: ProtoFedState, slice_: TimeSl
     table = state.table
     if sum(allowed) > 1:
         shared = broadcast(state.backbone, encoders_of(state).codec, state.library.v)
-        devices = everybody_uses(table, state.rows, state.backbone.items.device)
+        devices = everybody_uses(table, state.rows, state.backbone.items.device, state.just_met)
         losses, users = variant_losses(
             shared, encoders_of(state).g, state.gate, rule, devices, slice_, config.backbone.history_length
         )

@@ -130,6 +130,13 @@ def met_before(queries: Queries, which: Int[Tensor, " M"], items: Int[Tensor, " 
     return (past[torch.searchsorted(past, wanted).clamp(max=len(past) - 1)] == wanted) & (items < queries.n_items)
 
 
+def distinct_past(queries: Queries) -> tuple[Int[Tensor, " M"], Int[Tensor, " M"]]:
+    """Every item in each query's own past once: which query, and which item."""
+    rows = torch.repeat_interleave(torch.arange(len(queries), device=queries.users.device), queries.offsets.diff())
+    codes = torch.unique(rows * queries.n_items + queries.past_items)
+    return codes // queries.n_items, codes % queries.n_items
+
+
 def past_counts(queries: Queries, weights: Tensor | None = None) -> Tensor:
     """How often (or with what total weight) each available item occurs in each query's own past, (B, n_items)."""
     device = queries.tokens.device

@@ -14,9 +14,10 @@ from protofed.client.codec import CodecFit, CodecTraining, LinearCodec, MlpCodec
 from protofed.config import RunConfig
 from protofed.errors import ConfigError
 from protofed.federation import preparation
-from protofed.federation.acceptance import variant_losses
+from protofed.federation.acceptance import VARIANTS, variant_losses
 from protofed.federation.lessons import ClientData
 from protofed.federation.preparation import (
+    STRENGTHS,
     Prepared,
     base_data,
     base_devices,
@@ -186,7 +187,7 @@ def test_the_prior_is_the_mean_gain_of_the_base_blocks_validation_events_and_use
     made, config = prepared(), settings()
     base, backbone = tiny_stream().slice_(0), warmed_up()[0]
     shared = broadcast(backbone, made.encoders.codec, made.library.v)
-    devices = everybody_uses(made.table, made.rows, backbone.items.device)
+    devices = everybody_uses(made.table, made.rows, backbone.items.device, 0.0)
     losses, users = variant_losses(
         shared, made.encoders.g, made.encoders.gate, local_rule(config), devices, base, LENGTH
     )
@@ -195,6 +196,23 @@ def test_the_prior_is_the_mean_gain_of_the_base_blocks_validation_events_and_use
     for user in range(len(made.table)):
         mine = gains[users == user].sum(0)
         assert made.table.losses[user].tolist() == pytest.approx(mine.tolist(), rel=1e-4, abs=1e-5)
+
+
+def test_the_strength_of_what_was_just_met_has_the_least_validation_loss_of_all_that_are_tried():
+    made, config = prepared(protofed__at_once=True), settings()
+    base, backbone = tiny_stream().slice_(0), warmed_up()[0]
+    shared = broadcast(backbone, made.encoders.codec, made.library.v)
+    tried = {}
+    for strength in STRENGTHS:  # one whole pass each, by the function that ranks
+        devices = everybody_uses(made.table, made.rows, backbone.items.device, strength)
+        losses, _ = variant_losses(
+            shared, made.encoders.g, made.encoders.gate, local_rule(config), devices, base, LENGTH
+        )
+        tried[strength] = float(losses[:, VARIANTS.index((False, True))].double().mean())
+    assert made.just_met == min(tried, key=lambda strength: tried[strength])
+    assert len(set(tried.values())) == len(STRENGTHS)  # every strength was felt
+    assert prepared().just_met == 0.0
+    assert prepared(protofed__at_once=True, protofed__ablate="own-rows").just_met == 0.0
 
 
 def test_without_acceptance_there_is_no_verdict():

@@ -107,6 +107,23 @@ def test_an_item_met_gets_a_row_of_the_devices_own_at_its_public_place_or_among_
     assert torch.equal(first.rows.rows[0], backbone.mean_row)
 
 
+def test_where_items_count_as_met_at_once_an_answer_raises_its_item_and_starts_no_row():
+    model = replace(a_model(replace(RULE, use_short=False)), just_met=0.5)
+    before = after(model, [(6, 0)])
+    device = after(model, [(3, 60)], before)
+    assert len(device.rows) == 0
+
+    def scores(of: Model) -> dict[int, float]:
+        ranking = recommend(of, device, n=N_ITEMS)
+        return dict(zip(ranking.items.tolist(), ranking.scores.tolist(), strict=True))
+
+    counted, bare = scores(model), scores(replace(model, just_met=0.0))
+    gains = {item: counted[item] - bare[item] for item in counted}
+    assert gains[3] == pytest.approx(gains[6], abs=1e-5)
+    assert gains[3] > 0
+    assert all(gains[item] == pytest.approx(0.0, abs=1e-6) for item in gains if item not in (3, 6))
+
+
 def test_own_rows_decide_about_own_items():
     model = a_model()
     device = after(model, [(6, 0), (11, 60)])

@@ -90,10 +90,10 @@ def one_query(
     """Algorithm 3 for one query, line by line, in loops."""
     model = shared.backbone
     remembered = user < len(memory.met) and bool(memory.met[user])
-    own = {}
-    if user < len(memory.met) and bool(memory.use_rows[user]):
-        pairs = zip(memory.rows.clients.tolist(), memory.rows.items.tolist(), memory.rows.rows, strict=True)
-        own = {item: row for client, item, row in pairs if client == user}
+    pairs = zip(memory.rows.clients.tolist(), memory.rows.items.tolist(), memory.rows.rows, strict=True)
+    kept = {item: row for client, item, row in pairs if client == user}
+    own = kept if user < len(memory.met) and bool(memory.use_rows[user]) else {}
+    counts = bool(memory.use_rows[user]) if remembered else memory.newcomers_use_rows
 
     def embed(items: Tensor) -> Tensor:
         return torch.stack([own.get(int(i), row_of(model, int(i))) for i in items.flatten()]).reshape(*items.shape, D)
@@ -116,7 +116,8 @@ def one_query(
         prompt = prompt / prompt.norm(dim=-1, keepdim=True) * model.items.norm(dim=-1).mean() * math.sqrt(D)
         hidden = model.hidden(tokens[None], prompt[None], embed)[0, -1]
     rows = [own[i] if i in own and i in past else row_of(model, i) for i in range(ITEMS)]
-    return torch.stack([hidden @ row for row in rows])
+    met = [memory.just_met if counts and i in past and i not in kept else 0.0 for i in range(ITEMS)]
+    return torch.stack([hidden @ (row + more * hidden / hidden.norm()) for row, more in zip(rows, met, strict=True)])
 
 
 EVERYBODY = [0, 1, 2, 3, UNMET, 5, BEYOND, 0, 2]
@@ -146,6 +147,22 @@ def ranked(memory: Devices, asked: Queries, rule: LocalRule = RULE) -> Tensor:
 def same_history(users: list[int]) -> Queries:
     asked = queries(users)
     return replace(asked, tokens=asked.tokens[:1].expand(len(users), -1).contiguous())
+
+
+@pytest.mark.parametrize("newcomers", [True, False])
+def test_what_was_just_met_counts_as_a_row_that_starts_with_a_boost_towards_the_question(newcomers):
+    shared, g, asked = broadcast(), query_encoder(), queries(EVERYBODY)
+    memory = devices(newcomers_use_rows=newcomers, just_met=0.7)
+    scores = online_inference(shared, g, GATE, RULE, memory, asked)
+    by_hand = [
+        one_query(shared, g, RULE, memory, u, asked.tokens[b], past_of(asked, b)) for b, u in enumerate(EVERYBODY)
+    ]
+    torch.testing.assert_close(scores, torch.stack(by_hand), atol=1e-4, rtol=1e-4)
+    gained = scores - online_inference(shared, g, GATE, RULE, replace(memory, just_met=0.0), asked) > 1e-6
+    for b, user in enumerate(EVERYBODY):
+        own = set(memory.rows.items[memory.rows.clients == user].tolist())
+        counts = memory.use_rows[user] if user not in (UNMET, BEYOND) else newcomers
+        assert gained[b].nonzero()[:, 0].tolist() == (sorted(past_of(asked, b) - own) if counts else [])
 
 
 def test_users_beyond_the_table_and_unmet_users_get_the_same_routed_prototypes():

@@ -478,8 +478,22 @@ def test_one_poisoned_client_changes_nobody_elses_device_and_breaks_no_round():
     assert after.table.long[others].isfinite().all()
 
 
-def test_one_users_device_recommends_what_the_table_of_all_users_does():
-    of = run()
+def test_what_is_met_at_once_changes_no_learning_but_what_validation_events_say():
+    plain, counted = run(), run(protofed__at_once=True)
+    for column in ("long", "short", "met"):
+        assert torch.equal(getattr(counted.after.table, column), getattr(plain.after.table, column))
+    assert same(counted.after.library, plain.after.library)
+    assert same(counted.after.rows, plain.after.rows)
+    assert counted.after.met_boost == plain.after.met_boost > 0
+    assert not torch.equal(counted.scores(), plain.scores())
+    assert METHOD.releases(counted.world, counted.after, 1) == METHOD.releases(plain.world, plain.after, 1)
+    without = run(protofed__at_once=True, protofed__ablate="own-rows")
+    assert torch.equal(without.scores(), ablated("own-rows").scores())
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_one_users_device_recommends_what_the_table_of_all_users_does(at_once):
+    of = run(protofed__at_once=at_once)
     asked, queries = questions(1, "test")
     n_items = tiny_stream().query_set(1, "test").n_items
     together = ProtoFedSP().score(of.world, of.after, queries)

@@ -12,6 +12,7 @@ from protofed.slices.histories import (
     BOS,
     PAD,
     Histories,
+    distinct_past,
     histories,
     met_before,
     moved,
@@ -152,6 +153,15 @@ def test_an_item_was_met_before_exactly_where_the_past_holds_it(seed):
     assert torch.equal(found[:, : log.n_items], past_counts(queries) > 0)
     assert not found[:, log.n_items :].any()
     assert not met_before(asked(log, []), torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.int64)).any()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_distinct_past_names_each_item_of_each_past_once(seed):
+    log = random_log(seed)
+    queries = asked(log, list(range(0, len(log), 3)))
+    which, items = distinct_past(queries)
+    assert torch.equal(torch.stack([which, items], dim=1), (past_counts(queries) > 0).nonzero())
+    assert [len(column) for column in distinct_past(asked(log, []))] == [0, 0]
 
 
 def test_past_counts_add_up_the_weights_given():
