@@ -1,6 +1,6 @@
 # make run    set everything up, run the main job on the embedded world, write report.html
 # make test   set everything up, check style and types, run all tests
-# make report rebuild docs/report.html, docs/more_logs.html, docs/sensitivity.html and the tables of docs/ from the committed runs
+# make report rebuild the reports of docs/ (report, more_logs, paper_size, sensitivity) and its tables from the committed runs
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= cpu
@@ -25,10 +25,12 @@ unit: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow" tests/unit tests/properties
 
 report: $(READY)
-	$(BIN)/python -m protofed.cli.main report results/pack -o docs/report.html --grid experiments/overall.toml --tuned results/tune
+	$(BIN)/python -m protofed.cli.main report results/pack -o docs/report.html --grid experiments/overall.toml --grid experiments/overall-tier2.toml --tuned results/tune --tuned results/tune/yelp
 	$(BIN)/python -m protofed.cli.main report results/pack -o results/overall.csv
 	$(BIN)/python -m protofed.cli.main report results/more -o docs/more_logs.html --grid experiments/overall-tier3.toml --tuned results/tune/yelp
 	$(BIN)/python -m protofed.cli.main report results/more -o results/more.csv
+	$(BIN)/python -m protofed.cli.main report results/paper_size -o docs/paper_size.html --grid experiments/overall-paper-size.toml --tuned results/tune --tuned results/tune/yelp
+	$(BIN)/python -m protofed.cli.main report results/paper_size -o results/paper_size.csv
 	$(BIN)/python -m protofed.cli.main report results/sensitivity -o docs/sensitivity.html
 	$(BIN)/python scripts/results_page.py
 	$(BIN)/python scripts/method_pages.py

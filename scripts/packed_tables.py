@@ -1,6 +1,7 @@
 """The lines of tables in docs/ that hold packed runs: from the packed ranks, and where it says so from an export."""
 
 import csv
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from protofed.evaluation.significance import (
 from protofed.experiments.packed import CANDIDATES, by_index, decoded, read_packed
 from protofed.seeds import seed_of
 
-CELLS = ("default", "nodp", "private")  # of the overall tables; other variants have tables of their own
+CELLS = ("default", "nodp", "private", "paper", "paper-nodp")  # of the overall tables; other variants have their own
 ACCURACY = (
     *(("ndcg@10", *pair) for pair in (("sampled", "all"), ("sampled", "novel"), ("sampled", "repeat"))),
     *(("ndcg@10", "full", "all"), ("ndcg@10", "full", "novel"), ("hr@10", "sampled", "all")),
@@ -104,19 +105,39 @@ def accuracy_lines(dataset: str, pack: Path) -> list[str]:
 
 def glance_lines(datasets: Sequence[str], pack: Path) -> list[str]:
     """Every method on every log, sampled NDCG@10 over all events, by mean place; the best of each log in bold."""
-    found = {dataset: {name: mean(row[0]) for name, row in accuracies(dataset, pack).items()} for dataset in datasets}
-    rows = {name: [column[name] for column in found.values()] for name in found[datasets[0]]}
-    places = {
-        name: mean([1 + sum(other > row[name] for other in row.values()) for row in found.values()]) for name in rows
-    }
-    best = [max(row.values()) for row in found.values()]
+    logs = [sampled_means(dataset, pack) for dataset in datasets]
 
-    def shown(value: float, place: int) -> str:
-        return f"**{value:.3f}**" if value == best[place] else f"{value:.3f}"
+    def shown(log: dict[str, float], name: str) -> str:
+        return f"**{log[name]:.3f}**" if log[name] == max(log.values()) else f"{log[name]:.3f}"
 
     return [
-        f"| {name} | " + " | ".join([*map(shown, rows[name], range(len(best))), f"{places[name]:.1f}"]) + " |"
-        for name in sorted(rows, key=lambda name: places[name])
+        f"| {name} | " + " | ".join([*(shown(log, name) for log in logs), f"{place:.1f}"]) + " |"
+        for name, place in mean_places(logs).items()
+    ]
+
+
+def sampled_means(dataset: str, pack: Path) -> dict[str, float]:
+    """By row: sampled NDCG@10 over all events, mean of seeds."""
+    return {name: mean(row[0]) for name, row in accuracies(dataset, pack).items()}
+
+
+def mean_places(logs: Sequence[dict[str, float]]) -> dict[str, float]:
+    """By row, best first: its place among all rows, averaged over logs."""
+    places = {name: mean([1 + sum(other > log[name] for other in log.values()) for log in logs]) for name in logs[0]}
+    return dict(sorted(places.items(), key=lambda row: row[1]))
+
+
+def width_lines(datasets: Sequence[str], narrow: Path, wide: Path) -> list[str]:
+    """What a wider backbone does to each of its rows, log by log, with the mean place among them at both widths."""
+    after = [sampled_means(dataset, wide) for dataset in datasets]
+    everything = [sampled_means(dataset, narrow) for dataset in datasets]
+    before = [{name: log[name] for name in same} for log, same in zip(everything, after, strict=True)]
+    places = mean_places(before)
+    return [
+        f"| {name} | "
+        + " | ".join(f"{old[name]:.3f} → {new[name]:.3f}" for old, new in zip(before, after, strict=True))
+        + f" | {places[name]:.1f} → {place:.1f} |"
+        for name, place in mean_places(after).items()
     ]
 
 
@@ -225,6 +246,41 @@ def gap_lines(
 def short(value: float, sign: str = "") -> str:
     """Three digits without the zero before the point."""
     return f"{value:{sign}.3f}".replace("0.", ".", 1).replace("-", "\N{MINUS SIGN}")
+
+
+def warm_up_lines(datasets: Sequence[str], narrow: Path, wide: Path) -> list[str]:
+    """The backbone's own validation NDCG@10 on the base block and its best epoch, mean of seeds, at both widths."""
+    made = []
+    for dataset in datasets:
+        (before, when), (after, then) = (best_epoch(dataset, pack) for pack in (narrow, wide))
+        made.append(f"| {dataset} | {before:.3f} → {after:.3f} | {when:.0f} → {then:.0f} |")
+    return made
+
+
+def best_epoch(dataset: str, pack: Path) -> tuple[float, float]:
+    """The best value of the warm-up's validation trace and its epoch, means over the seeds of a frozen row."""
+    traces = []
+    for run in read_packed(pack / f"{dataset}.runs.parquet").to_pylist():
+        if run["folder"].split("/")[1:3] in (["frozen-no-new-rows", "default"], ["frozen-no-new-rows", "paper"]):
+            traces.append(json.loads(run["log"].splitlines()[0])["validation_ndcg10"])
+    return mean([max(trace) for trace in traces]), mean([1 + trace.index(max(trace)) for trace in traces])
+
+
+def ablation_lines(dataset: str, pack: Path, parts: Sequence[str]) -> list[str]:
+    """ProtoFed-SP whole, then without each of the parts, in their order."""
+    seeds: dict[str, list[Values]] = {}
+    for run in answered(dataset, pack):
+        if run.label.startswith("protofed-sp"):
+            seeds.setdefault(run.variant, []).append(columns_of(run))
+    found = by_column(seeds)
+
+    def shown(column: Values) -> str:
+        return "–" if NO_SUCH_EVENTS in column else f"{mean(column):.3f} ± {stdev(column):.3f}"
+
+    return [
+        f"| {part} | {len(found[part][0])} | " + " | ".join(map(shown, found[part])) + " |"
+        for part in ("default", *parts)
+    ]
 
 
 def sweep_lines(dataset: str, pack: Path) -> list[str]:

@@ -1,14 +1,16 @@
-"""The tables of docs/results.md and docs/more_logs.md, rewritten in place from the committed runs.
+"""The tables of docs/results.md, docs/more_logs.md and docs/paper_size.md, rewritten in place from the committed runs.
 
 python scripts/results_page.py            # `make report` does it after the exports
 """
 
+import tomllib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 from packed_tables import (
     OURS,
+    ablation_lines,
     accuracy_lines,
     cost_lines,
     gap_lines,
@@ -16,6 +18,8 @@ from packed_tables import (
     noise_lines,
     patience_lines,
     sweep_lines,
+    warm_up_lines,
+    width_lines,
 )
 
 ROOT = Path(__file__).parents[1]
@@ -23,6 +27,7 @@ DOCS, RESULTS = ROOT / "docs", ROOT / "results"
 SEARCHED = ("gowalla_1k", "yelp", "amazon_beauty", "taobao")
 MORE = ("gowalla", "amazon_sports", "lastfm_30music", "retailrocket", "movielens", "hm")
 SHORT_EPOCHS = ("retailrocket", "movielens", "hm")  # of MORE, those that were also run with a longer patience
+WIDE = ("gowalla_1k", "taobao")  # of SEARCHED, those whose runs at the paper's width are whole
 WITHOUT_NOISE = "protofed-sp (nodp)"
 
 Table = tuple[str, Callable[[], list[str]]]  # how its head begins, and its lines
@@ -31,6 +36,12 @@ Table = tuple[str, Callable[[], list[str]]]  # how its head begins, and its line
 def without_claim(label: str) -> bool:
     """Every row but our private one."""
     return label != OURS
+
+
+def parts() -> list[str]:
+    """What experiments/ablations.toml leaves out, in its order."""
+    asked = tomllib.loads((ROOT / "experiments" / "ablations.toml").read_text(encoding="utf-8"))
+    return [variant["name"] for variant in asked["variant"]]
 
 
 def overall(dataset: str, pack: Path, export: Path) -> Iterator[Table]:
@@ -45,6 +56,7 @@ def tables_of_results() -> Iterator[Table]:
     for dataset in SEARCHED:
         yield from overall(dataset, pack, export)
         yield f"{dataset}, {OURS} minus", partial(gap_lines, dataset, pack)
+    yield "gowalla_1k, left out", partial(ablation_lines, "gowalla_1k", pack, parts())
     yield "gowalla_1k, noise multiplier", partial(noise_lines, "gowalla_1k", export)
     yield "gowalla_1k, setting", partial(sweep_lines, "gowalla_1k", RESULTS / "sensitivity")
 
@@ -56,12 +68,23 @@ def tables_of_more_logs() -> Iterator[Table]:
     for dataset in SHORT_EPOCHS:
         yield f"{dataset}, patience", partial(patience_lines, dataset, pack, RESULTS / "patience")
     yield "movielens, noise multiplier", partial(noise_lines, "movielens", export)
+    yield "movielens, left out", partial(ablation_lines, "movielens", RESULTS / "ablations", parts())
     for dataset in MORE:
         yield from overall(dataset, pack, export)
         yield f"{dataset}, {WITHOUT_NOISE} minus", partial(gap_lines, dataset, pack, WITHOUT_NOISE, without_claim)
 
 
-PAGES = {"results.md": tables_of_results, "more_logs.md": tables_of_more_logs}
+def tables_of_paper_size() -> Iterator[Table]:
+    """Those of docs/paper_size.md."""
+    pack, export = RESULTS / "paper_size", RESULTS / "paper_size.csv"
+    yield "d = 64 → 256", partial(width_lines, WIDE, RESULTS / "pack", pack)
+    yield "warm-up, d = 64 → 256", partial(warm_up_lines, SEARCHED, RESULTS / "pack", pack)
+    for dataset in WIDE:
+        yield from overall(dataset, pack, export)
+        yield f"{dataset}, {WITHOUT_NOISE} minus", partial(gap_lines, dataset, pack, WITHOUT_NOISE, without_claim)
+
+
+PAGES = {"results.md": tables_of_results, "more_logs.md": tables_of_more_logs, "paper_size.md": tables_of_paper_size}
 
 
 def rewritten(name: str) -> str:

@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "made",
-    ["docs/report.html", "results/overall.csv", "docs/more_logs.html", "results/more.csv", "docs/sensitivity.html"],
+    [
+        *("docs/report.html", "docs/more_logs.html", "docs/paper_size.html", "docs/sensitivity.html"),
+        *("results/overall.csv", "results/more.csv", "results/paper_size.csv"),
+    ],
 )
 def test_the_committed_runs_give_the_committed_report(made, tmp_path, monkeypatch, capsys):
     lines = (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()

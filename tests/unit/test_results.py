@@ -1,4 +1,4 @@
-"""docs/results.md, docs/more_logs.md: tables of packed runs hold the packs' numbers, computed here from ranks alone."""
+"""Pages of results: the tables of packed runs hold the packs' numbers, computed here from ranks alone."""
 
 import csv
 import json
@@ -16,12 +16,15 @@ from protofed.privacy.accountant import epsilon
 from protofed.privacy.ledger import Release
 
 ROOT = Path(__file__).parents[2]
-PAGE, MORE_LOGS = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("results.md", "more_logs.md"))
+PAGE, MORE_LOGS, PAPER_SIZE = (
+    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("results.md", "more_logs.md", "paper_size.md")
+)
 COLUMNS = (("sampled", "all"), ("sampled", "novel"), ("sampled", "repeat"), ("full", "all"), ("full", "novel"))
 COSTS = ("bytes_up", "bytes_down", "trainable_parameters", "trainable_parameters_per_user", "learn")
 DATASETS = ("gowalla_1k", "yelp", "amazon_beauty", "taobao")
 MORE = ("gowalla", "amazon_sports", "lastfm_30music", "retailrocket", "movielens", "hm")  # logs of the second page
-ROWS = ("default", "nodp", "private")  # cells of the overall tables; other variants have tables of their own
+WIDE = ("gowalla_1k, d = 256", "taobao, d = 256")  # the logs of the third page
+ROWS = ("default", "nodp", "private", "paper", "paper-nodp")  # cells of the overall tables; other variants have others
 
 
 def table_of(page: str, title: str) -> list[str]:
@@ -31,14 +34,21 @@ def table_of(page: str, title: str) -> list[str]:
 
 def place_of(dataset: str) -> tuple[str, str, str]:
     """The page that has the log's tables, its pack and its export."""
+    if dataset in WIDE:
+        return PAPER_SIZE, "paper_size", "paper_size.csv"
     return (MORE_LOGS, "more", "more.csv") if dataset in MORE else (PAGE, "pack", "overall.csv")
+
+
+def name_of(dataset: str) -> str:
+    """The log's name in its tables and its pack."""
+    return dataset.partition(",")[0]
 
 
 @cache
 def headlines(dataset: str) -> dict[str, list[tuple[float, ...]]]:
     """By row of the overall table: what `values_of_runs` gives for each seed."""
     found: dict[str, list[tuple[float, ...]]] = {}
-    for (variant, label), seeds in values_of_runs(dataset, place_of(dataset)[1]).items():
+    for (variant, label), seeds in values_of_runs(name_of(dataset), place_of(dataset)[1]).items():
         if variant in ROWS:
             found.setdefault(label, []).extend(seeds)
     return found
@@ -86,23 +96,23 @@ def lines(dataset: str) -> list[str]:
     ]
 
 
-def ablation_lines() -> list[str]:
-    """ProtoFed-SP on gowalla_1k with one part left out at a time, in the experiment file's order."""
+def ablation_lines(dataset: str, pack: str) -> list[str]:
+    """ProtoFed-SP with one part left out at a time, in the experiment file's order."""
     asked = tomllib.loads((ROOT / "experiments" / "ablations.toml").read_text(encoding="utf-8"))["variant"]
     found = {
-        variant: seeds for (variant, label), seeds in values_of_runs("gowalla_1k").items() if "protofed-sp" in label
+        variant: seeds for (variant, label), seeds in values_of_runs(dataset, pack).items() if "protofed-sp" in label
     }
     names = ["default", *(entry["name"] for entry in asked)]
     return [
         f"| {name} | {len(found[name])} | " + " | ".join(shown(list(c)) for c in zip(*found[name], strict=True)) + " |"
         for name in names
-        if name in found
     ]
 
 
-def test_the_table_of_ablations_is_that_of_the_packed_runs():
-    table = table_of(PAGE, "gowalla_1k, left out | seeds")
-    assert table == ablation_lines()
+@pytest.mark.parametrize(("dataset", "pack"), [("gowalla_1k", "pack"), ("movielens", "ablations")])
+def test_the_table_of_ablations_is_that_of_the_packed_runs(dataset, pack):
+    table = table_of(place_of(dataset)[0], f"{dataset}, left out | seeds")
+    assert table == ablation_lines(dataset, pack)
 
 
 @pytest.mark.parametrize(("dataset", "introducing"), [("gowalla_1k", ()), ("movielens", ("0.2", "0.4"))])
@@ -147,7 +157,7 @@ def cost_lines(dataset: str) -> list[str]:
     found: dict[str, dict[tuple[str, ...], dict[str, str]]] = {}
     with (ROOT / "results" / place_of(dataset)[2]).open(encoding="utf-8", newline="") as file:
         for line in csv.DictReader(file):
-            if line["dataset"] == dataset and line["table"] in ("accuracy", "continual", "cost"):
+            if line["dataset"] == name_of(dataset) and line["table"] in ("accuracy", "continual", "cost"):
                 key = (line["quantity"], line["candidates"], line["subset"])
                 found.setdefault(line["method"], {})[key] = line
     order = [line.split(" | ")[0].removeprefix("| ") for line in lines(dataset)]
@@ -161,14 +171,14 @@ def cost_lines(dataset: str) -> list[str]:
     return made
 
 
-@pytest.mark.parametrize("dataset", DATASETS + MORE)
+@pytest.mark.parametrize("dataset", DATASETS + MORE + WIDE)
 def test_the_table_of_costs_and_forgetting_is_that_of_the_exported_runs(dataset):
-    assert table_of(place_of(dataset)[0], f"{dataset}, forgetting and costs") == cost_lines(dataset)
+    assert table_of(place_of(dataset)[0], f"{name_of(dataset)}, forgetting and costs") == cost_lines(dataset)
 
 
-@pytest.mark.parametrize("dataset", DATASETS + MORE)
+@pytest.mark.parametrize("dataset", DATASETS + MORE + WIDE)
 def test_the_table_of_every_method_is_that_of_the_packed_runs(dataset):
-    table = table_of(place_of(dataset)[0], f"{dataset}, every method")
+    table = table_of(place_of(dataset)[0], f"{name_of(dataset)}, every method")
     assert [line.replace("**", "") for line in table] == lines(dataset)
 
 
@@ -195,6 +205,40 @@ def test_the_table_at_a_glance_has_every_row_of_every_log_by_mean_place():
     assert [row[0] for row in table].index("protofed-sp (nodp)") + 1 == 10
     assert len(table) == 30
     assert all("tenth of thirty rows" in page for page in (MORE_LOGS, (ROOT / "README.md").read_text(encoding="utf-8")))
+
+
+def test_the_table_of_widths_pairs_the_rows_of_both_and_their_mean_places_among_themselves():
+    table = [row.strip("| ").split(" | ") for row in table_of(PAPER_SIZE, "d = 64 → 256")]
+    both = [
+        [{name: np.mean([seed[0] for seed in seeds]) for name, seeds in headlines(key).items()} for key in keys]
+        for keys in (map(name_of, WIDE), WIDE)
+    ]
+    names = {row[0] for row in table}
+    assert all(names == set(log) for log in both[1])
+    among = [[{name: log[name] for name in names} for log in logs] for logs in both]
+    places = [
+        {name: np.mean([sorted(log.values())[::-1].index(log[name]) + 1 for log in logs]) for name in names}
+        for logs in among
+    ]
+    for name, *cells, place in table:
+        assert cells == [f"{old[name]:.3f} → {new[name]:.3f}" for old, new in zip(*among, strict=True)]
+        assert place == f"{places[0][name]:.1f} → {places[1][name]:.1f}"
+    assert [places[1][row[0]] for row in table] == sorted(places[1].values())
+
+
+def test_the_table_of_warm_ups_is_that_of_the_packed_logs():
+    rows = {row.split(" | ")[0].removeprefix("| "): row for row in table_of(PAPER_SIZE, "warm-up, d = 64 → 256")}
+    assert tuple(rows) == DATASETS
+    for dataset, row in rows.items():
+        told = []
+        for pack, variant in (("pack", "default"), ("paper_size", "paper")):
+            runs = read_packed(ROOT / "results" / pack / f"{dataset}.runs.parquet").to_pylist()
+            logs = [r["log"] for r in runs if r["folder"].startswith(f"{dataset}/frozen-no-new-rows/{variant}/")]
+            traces = [json.loads(log.splitlines()[0])["validation_ndcg10"] for log in logs]
+            assert len(traces) == 3
+            told.append((np.mean([max(t) for t in traces]), np.mean([np.argmax(t) + 1 for t in traces])))
+        (before, when), (after, then) = told
+        assert row == f"| {dataset} | {before:.3f} → {after:.3f} | {when:.0f} → {then:.0f} |"
 
 
 @pytest.mark.parametrize("dataset", ["retailrocket", "movielens", "hm"])
@@ -236,14 +280,14 @@ def test_the_table_at_equal_epsilon_has_every_private_row_and_the_gaps_of_the_pa
     assert_gaps(dataset, "protofed-sp (reference)", rivals)
 
 
-@pytest.mark.parametrize("dataset", MORE)
+@pytest.mark.parametrize("dataset", MORE + WIDE)
 def test_the_table_without_noise_has_every_row_without_a_claim_and_the_gaps_of_the_packed_runs(dataset):
     rivals = set(headlines(dataset)) - {"protofed-sp (reference)", "protofed-sp (nodp)"}
     assert_gaps(dataset, "protofed-sp (nodp)", rivals)
 
 
 def assert_gaps(dataset: str, row: str, rivals: set[str]) -> None:
-    table = table_of(place_of(dataset)[0], f"{dataset}, {row} minus")
+    table = table_of(place_of(dataset)[0], f"{name_of(dataset)}, {row} minus")
     rows = {row.split(" | ")[0].removeprefix("| "): row.strip("| ").split(" | ")[1:] for row in table}
     values = {name: [np.mean(c) for c in zip(*seeds, strict=True)] for name, seeds in headlines(dataset).items()}
     assert set(rows) == rivals

@@ -30,13 +30,8 @@ from protofed.client.own_rows import OwnRows, met_boost, no_rows, own_embed, sub
 from protofed.client.prompts import PromptState
 from protofed.client.update import Brief, Broadcast, Lesson, LocalRule, client_update, cooled
 from protofed.config import RunConfig
-from protofed.federation.acceptance import (
-    VARIANTS,
-    candidate_loss,
-    remembered,
-    validation_questions,
-    variant_losses,
-)
+from protofed.evaluation.ranking import ndcg, rank_of_positive
+from protofed.federation.acceptance import VARIANTS, remembered, validation_questions, variant_losses
 from protofed.federation.lessons import ClientData, brief_data, chunks, client_data, negatives_of, stack_size
 from protofed.federation.simulator import (
     Encoders,
@@ -304,24 +299,25 @@ def with_prior(config: RunConfig, base: TimeSlice, backbone: SASRec, rule: Local
 
 
 def fitted_just_met(config: RunConfig, base: TimeSlice, backbone: SASRec, rule: LocalRule, start: Prepared) -> float:
-    """What having met an item is worth before there is a row for it: the strength with the least validation loss.
+    """What having met an item is worth where there is no row for it: the strength with the best validation NDCG@10.
 
-    Scores are linear in it, so two passes over the base block's validation events, with own rows and without prompts,
-    tell all of STRENGTHS.
+    Asked of the base block's validation events, as if nobody had a row or a prompt: all repeats among them tell, and
+    not only those of items met since the train part. Among all items, because sampled candidates hardly ever hold
+    something else that was met, and would like it as strong as can be. Two passes tell all: scores are linear in it.
     """
     shared = broadcast(backbone, start.encoders.codec, start.library.v)
-    everybody = everybody_uses(start.table, start.rows, backbone.items.device, 1.0)
-    counted = forced(everybody, prompt=False, rows=True)
     strengths = torch.tensor(STRENGTHS, device=backbone.items.device)
-    losses = torch.zeros(len(STRENGTHS), dtype=torch.float64)
-    for queries, positives, negatives in validation_questions(base, config.backbone.history_length, strengths.device):
+    nobodys = no_rows(config.backbone.width, device=strengths.device)
+    counted = forced(everybody_uses(start.table, nobodys, strengths.device, 1.0), prompt=False, rows=True)
+    worth = torch.zeros(len(STRENGTHS), dtype=torch.float64)
+    for queries, positives, _ in validation_questions(base, config.backbone.history_length, strengths.device):
         bare, met = (
             online_inference(shared, start.encoders.g, start.encoders.gate, rule, replace(counted, just_met=b), queries)
             for b in (0.0, 1.0)
         )
-        found = [candidate_loss(bare + b * (met - bare), positives, negatives).nan_to_num() for b in strengths]
-        losses += torch.stack([loss.sum() for loss in found]).double().cpu()
-    return STRENGTHS[int(losses.argmin())]
+        ranks = (rank_of_positive(bare + b * (met - bare), positives) for b in strengths)
+        worth += torch.stack([ndcg(rank, 10).sum() for rank in ranks]).cpu()
+    return STRENGTHS[int(worth.argmax())]
 
 
 def everybody_uses(table: ClientTable, rows: OwnRows, device: torch.device, just_met: float) -> Devices:

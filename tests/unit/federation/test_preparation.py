@@ -11,10 +11,11 @@ from torch import Generator, Tensor
 from worlds import LENGTH, tiny_config, tiny_stream, warmed_up
 
 from protofed.client.codec import CodecFit, CodecTraining, LinearCodec, MlpCodec, unit
+from protofed.client.own_rows import no_rows
 from protofed.config import RunConfig
 from protofed.errors import ConfigError
 from protofed.federation import preparation
-from protofed.federation.acceptance import VARIANTS, variant_losses
+from protofed.federation.acceptance import variant_losses
 from protofed.federation.lessons import ClientData
 from protofed.federation.preparation import (
     STRENGTHS,
@@ -28,6 +29,7 @@ from protofed.federation.preparation import (
 )
 from protofed.federation.simulator import broadcast
 from protofed.federation.table import new_table
+from protofed.inference.online import forced, online_inference
 from protofed.methods.protofed_sp import local_rule
 from protofed.privacy.draws import normal
 from protofed.progress import silent
@@ -198,19 +200,30 @@ def test_the_prior_is_the_mean_gain_of_the_base_blocks_validation_events_and_use
         assert made.table.losses[user].tolist() == pytest.approx(mine.tolist(), rel=1e-4, abs=1e-5)
 
 
-def test_the_strength_of_what_was_just_met_has_the_least_validation_loss_of_all_that_are_tried():
+def test_the_strength_of_what_was_just_met_has_the_best_validation_ndcg_of_all_that_are_tried():
     made, config = prepared(protofed__at_once=True), settings()
     base, backbone = tiny_stream().slice_(0), warmed_up()[0]
     shared = broadcast(backbone, made.encoders.codec, made.library.v)
+    asked, rule = base.validation, local_rule(config)
+    answers = asked.positives.tolist()
+
+    def rank(row: Tensor, item: int) -> int:
+        return sum(score >= row[item] for score in row.tolist())
+
+    queries = base.queries(np.arange(len(asked)), LENGTH)
     tried = {}
-    for strength in STRENGTHS:  # one whole pass each, by the function that ranks
-        devices = everybody_uses(made.table, made.rows, backbone.items.device, strength)
-        losses, _ = variant_losses(
-            shared, made.encoders.g, made.encoders.gate, local_rule(config), devices, base, LENGTH
-        )
-        tried[strength] = float(losses[:, VARIANTS.index((False, True))].double().mean())
-    assert made.just_met == min(tried, key=lambda strength: tried[strength])
-    assert len(set(tried.values())) == len(STRENGTHS)  # every strength was felt
+    for strength in STRENGTHS:  # all questions at once, among all items, by the function that ranks
+        devices = everybody_uses(made.table, no_rows(16), backbone.items.device, strength)
+        bare = forced(devices, prompt=False, rows=True)
+        scores = online_inference(shared, made.encoders.g, made.encoders.gate, rule, bare, queries)
+        gains = [
+            1 / math.log2(r + 1) if (r := rank(row, i)) <= 10 else 0.0 for row, i in zip(scores, answers, strict=True)
+        ]
+        tried[strength] = math.fsum(gains)
+    best = max(tried.values())
+    assert made.just_met == min(strength for strength, worth in tried.items() if worth > best - 1e-9)
+    assert made.just_met > 0
+    assert len(set(tried.values())) > 3
     assert prepared().just_met == 0.0
     assert prepared(protofed__at_once=True, protofed__ablate="own-rows").just_met == 0.0
 
