@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -41,12 +41,16 @@ Values = list[float]  # one for each seed
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A packed run: its cell's variant, its row in a report, and the rank of every query by kind of candidates."""
+    """A packed run: its cell, its row in a report, and the rank of every query by kind of candidates."""
 
-    variant: str
+    cell: str  # METHOD/VARIANT
     label: str
     asked: dict[str, np.ndarray]
     ranks: dict[str, torch.Tensor]
+
+    @property
+    def variant(self) -> str:
+        return self.cell.partition("/")[2]
 
 
 def answered(dataset: str, pack: Path) -> Iterator[Answered]:
@@ -56,7 +60,8 @@ def answered(dataset: str, pack: Path) -> Iterator[Answered]:
         asked = {name: queries[name].to_numpy() for name in ("slice", "user", "all", "novel", "repeat")}
         ranks = (torch.from_numpy(kind.astype(np.int64)) for kind in decoded(run["ranks"], asked["repeat"]))
         label = run_label(from_toml(run["config"]))
-        yield Answered(run["folder"].split("/")[2], label, asked, dict(zip(CANDIDATES, ranks, strict=True)))
+        method, variant = run["folder"].split("/")[1:3]
+        yield Answered(f"{method}/{variant}", label, asked, dict(zip(CANDIDATES, ranks, strict=True)))
 
 
 def accuracies(dataset: str, pack: Path) -> dict[str, list[Values]]:
@@ -266,20 +271,22 @@ def best_epoch(dataset: str, pack: Path) -> tuple[float, float]:
     return mean([max(trace) for trace in traces]), mean([1 + trace.index(max(trace)) for trace in traces])
 
 
-def ablation_lines(dataset: str, pack: Path, parts: Sequence[str]) -> list[str]:
-    """ProtoFed-SP whole, then without each of the parts, in their order."""
+def cell_lines(dataset: str, pack: Path, cells: Mapping[str, str]) -> list[str]:
+    """The cells METHOD/VARIANT that are named, in their order: how many seeds, then every column of ACCURACY."""
     seeds: dict[str, list[Values]] = {}
     for run in answered(dataset, pack):
-        if run.label.startswith("protofed-sp"):
-            seeds.setdefault(run.variant, []).append(columns_of(run))
+        if run.cell in cells:
+            seeds.setdefault(run.cell, []).append(columns_of(run))
     found = by_column(seeds)
 
     def shown(column: Values) -> str:
+        if len(column) == 1:
+            return f"{column[0]:.3f} (one seed)"
         return "–" if NO_SUCH_EVENTS in column else f"{mean(column):.3f} ± {stdev(column):.3f}"
 
     return [
-        f"| {part} | {len(found[part][0])} | " + " | ".join(map(shown, found[part])) + " |"
-        for part in ("default", *parts)
+        f"| {name} | {len(found[cell][0])} | " + " | ".join(map(shown, found[cell])) + " |"
+        for cell, name in cells.items()
     ]
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from packed_tables import (
     OURS,
-    ablation_lines,
     accuracy_lines,
+    cell_lines,
     cost_lines,
     gap_lines,
     glance_lines,
@@ -29,6 +29,14 @@ MORE = ("gowalla", "amazon_sports", "lastfm_30music", "retailrocket", "movielens
 SHORT_EPOCHS = ("retailrocket", "movielens", "hm")  # of MORE, those that were also run with a longer patience
 WIDE = ("gowalla_1k", "taobao")  # of SEARCHED, those whose runs at the paper's width are whole
 WITHOUT_NOISE = "protofed-sp (nodp)"
+MET_AT_ONCE = ("hm", "retailrocket")  # of MORE, those run with items that count as met at once
+AT_ONCE = {
+    "personal-memory/default": "personal-memory",
+    "protofed-sp/nodp": WITHOUT_NOISE,
+    "protofed-sp/nodp-at-once": f"{WITHOUT_NOISE}, at once",
+    "protofed-sp/default": OURS,
+    "protofed-sp/at-once": f"{OURS}, at once",
+}
 
 Table = tuple[str, Callable[[], list[str]]]  # how its head begins, and its lines
 
@@ -38,10 +46,10 @@ def without_claim(label: str) -> bool:
     return label != OURS
 
 
-def parts() -> list[str]:
-    """What experiments/ablations.toml leaves out, in its order."""
+def parts() -> dict[str, str]:
+    """ProtoFed-SP whole, then without what experiments/ablations.toml leaves out, in its order."""
     asked = tomllib.loads((ROOT / "experiments" / "ablations.toml").read_text(encoding="utf-8"))
-    return [variant["name"] for variant in asked["variant"]]
+    return {f"protofed-sp/{name}": name for name in ("default", *(variant["name"] for variant in asked["variant"]))}
 
 
 def overall(dataset: str, pack: Path, export: Path) -> Iterator[Table]:
@@ -56,7 +64,7 @@ def tables_of_results() -> Iterator[Table]:
     for dataset in SEARCHED:
         yield from overall(dataset, pack, export)
         yield f"{dataset}, {OURS} minus", partial(gap_lines, dataset, pack)
-    yield "gowalla_1k, left out", partial(ablation_lines, "gowalla_1k", pack, parts())
+    yield "gowalla_1k, left out", partial(cell_lines, "gowalla_1k", pack, parts())
     yield "gowalla_1k, noise multiplier", partial(noise_lines, "gowalla_1k", export)
     yield "gowalla_1k, setting", partial(sweep_lines, "gowalla_1k", RESULTS / "sensitivity")
 
@@ -68,7 +76,9 @@ def tables_of_more_logs() -> Iterator[Table]:
     for dataset in SHORT_EPOCHS:
         yield f"{dataset}, patience", partial(patience_lines, dataset, pack, RESULTS / "patience")
     yield "movielens, noise multiplier", partial(noise_lines, "movielens", export)
-    yield "movielens, left out", partial(ablation_lines, "movielens", RESULTS / "ablations", parts())
+    yield "movielens, left out", partial(cell_lines, "movielens", RESULTS / "ablations", parts())
+    for dataset in MET_AT_ONCE:
+        yield f"{dataset}, met at once", partial(cell_lines, dataset, RESULTS / "at_once", AT_ONCE)
     for dataset in MORE:
         yield from overall(dataset, pack, export)
         yield f"{dataset}, {WITHOUT_NOISE} minus", partial(gap_lines, dataset, pack, WITHOUT_NOISE, without_claim)

@@ -115,6 +115,20 @@ def test_the_table_of_ablations_is_that_of_the_packed_runs(dataset, pack):
     assert table == ablation_lines(dataset, pack)
 
 
+@pytest.mark.parametrize("dataset", ["hm", "retailrocket"])
+def test_the_table_of_items_met_at_once_is_that_of_the_packed_runs(dataset):
+    rows = [row.strip("| ").split(" | ") for row in table_of(MORE_LOGS, f"{dataset}, met at once | seeds")]
+    found = values_of_runs(dataset, "at_once")
+    cells = (
+        ("default", "personal-memory"),
+        *((name, "protofed") for name in ("nodp", "nodp-at-once", "default", "at-once")),
+    )
+    assert [row[0].endswith(", at once") for row in rows] == [name.endswith("at-once") for name, _ in cells]
+    for row, (variant, label) in zip(rows, cells, strict=True):
+        (seeds,) = (values for key, values in found.items() if key[0] == variant and key[1].startswith(label))
+        assert row[1:] == [str(len(seeds)), *(shown(list(column)) for column in zip(*seeds, strict=True))]
+
+
 @pytest.mark.parametrize(("dataset", "introducing"), [("gowalla_1k", ()), ("movielens", ("0.2", "0.4"))])
 def test_the_table_of_noise_is_that_of_the_packed_runs_at_the_price_of_their_ledgers(dataset, introducing):
     page, pack, _ = place_of(dataset)

@@ -226,6 +226,7 @@ class ProtoFedSP:
             own = with_met_items(own, taught, slice_.past, len(slice_.past), data.users, boost)
             state = replace(state, rows=own)
         used = {"use_prompt": float(state.use_prompt.float().mean()), "use_rows": float(state.use_rows.float().mean())}
+        used |= {"just_met": state.just_met} if config.protofed.at_once else {}
         costs = costs_of(config, state, server)
         return state, {**new_rows, **told, **used, **costs, "reseeded": reseeded, "own_rows": len(own)}
 
