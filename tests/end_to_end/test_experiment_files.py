@@ -59,6 +59,7 @@ def test_there_is_a_file_for_everything_the_paper_shows():
         "privacy-utility",
         "patience",
         "patience-hm",
+        "at-once",
     }
     assert {path.stem for path in PAPER} == wanted
 
