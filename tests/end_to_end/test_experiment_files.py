@@ -15,7 +15,7 @@ from protofed.experiments.grid import Cell, cells, read_grid
 from protofed.federation.plan import plan
 from protofed.methods.catalogue import METHODS, configured
 from protofed.methods.private import as_asked
-from protofed.methods.protofed_sp import as_run, keeps_the_claim, server_rule
+from protofed.methods.protofed_rules import as_run, keeps_the_claim, server_rule
 from protofed.report.sections import TRIVIAL
 from protofed.server.library import check_cohort
 from protofed.slices.partition import partition

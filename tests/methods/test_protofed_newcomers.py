@@ -20,7 +20,8 @@ from protofed.federation.newcomers import (
 )
 from protofed.methods import protofed_sp
 from protofed.methods.protocol import World
-from protofed.methods.protofed_sp import ProtoFedSP, ProtoFedState, may_introduce
+from protofed.methods.protofed_rules import may_introduce
+from protofed.methods.protofed_sp import ProtoFedSP, ProtoFedState
 from protofed.methods.state import pack, unpack
 from protofed.privacy.accountant import epsilon
 from protofed.privacy.ledger import streams

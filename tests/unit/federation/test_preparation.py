@@ -30,7 +30,7 @@ from protofed.federation.preparation import (
 from protofed.federation.simulator import broadcast
 from protofed.federation.table import new_table
 from protofed.inference.online import forced, online_inference
-from protofed.methods.protofed_sp import local_rule
+from protofed.methods.protofed_rules import local_rule
 from protofed.privacy.draws import normal
 from protofed.progress import silent
 from protofed.slices.histories import queries_at

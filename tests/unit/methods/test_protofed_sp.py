@@ -19,14 +19,8 @@ from protofed.federation import preparation
 from protofed.inference.device import recommend
 from protofed.methods import protofed_sp
 from protofed.methods.protocol import World
-from protofed.methods.protofed_sp import (
-    ProtoFedSP,
-    ProtoFedState,
-    as_run,
-    device_of_user,
-    on_device_model,
-    schedule_of,
-)
+from protofed.methods.protofed_rules import as_run
+from protofed.methods.protofed_sp import ProtoFedSP, ProtoFedState, device_of_user, on_device_model, schedule_of
 from protofed.methods.state import pack, unpack
 from protofed.privacy.accountant import epsilon
 from protofed.privacy.ledger import Release

@@ -1,0 +1,108 @@
+"""ProtoFed-SP's settings as rules: how clients learn, how the server aggregates, what is left out, what is refused."""
+
+from dataclasses import replace
+
+from protofed.client.update import LocalRule
+from protofed.config import RunConfig, ablated
+from protofed.errors import ConfigError
+from protofed.federation.acceptance import VARIANTS
+from protofed.privacy.upload import UploadRule
+from protofed.server.aggregate import ServerRule
+
+PRINTED_STEPS = 3  # 3 epochs of batches larger than a client's slice
+PRINTED_PROTOTYPES = 128
+
+
+def local_rule(config: RunConfig) -> LocalRule:
+    """How clients learn in this mode, less what is ablated."""
+    settings, out = config.protofed, ablated(config.protofed)
+    rule = LocalRule(
+        loss=config.training.loss,
+        top_m=settings.top_m,
+        temperature=settings.temperature,
+        eta_l=settings.long_rate,
+        eta_s=settings.short_rate,
+        eta_r=settings.row_rate,
+        lambda_p=settings.sparsity,
+        gamma=settings.gamma,
+        tau_a=settings.alignment_temperature,
+        alignment=settings.alignment,
+        inner_prox_steps=settings.inner_prox_steps,
+        by_row=settings.group_sparsity,
+        max_grad_norm=config.training.max_grad_norm,
+        use_long=not out & {"long", "personal"},
+        use_short=not out & {"short", "personal"},
+        use_prototypes="prototypes" not in out,
+        use_rows=not _without_rows(config),
+        align="alignment" not in out,
+        bf16=settings.bf16,
+    )
+    if settings.mode != "literal":
+        return rule
+    return replace(rule, as_printed=True, eta_l=1e-3, eta_s=5e-3, lambda_p=1e-4)  # the paper's appendix
+
+
+def _without_rows(config: RunConfig) -> bool:
+    return config.protofed.mode == "literal" or bool(ablated(config.protofed) & {"own-rows", "personal"})
+
+
+def server_rule(config: RunConfig, n_prototypes: int, noise_multiplier: float, n_clients: int) -> ServerRule:
+    """How the server aggregates in this mode; an aggregator that cannot be noised is refused."""
+    privacy, settings = config.privacy, config.protofed
+    upload = UploadRule(n_prototypes, settings.embedding, privacy.clip_radius, privacy.count_weight)
+    return ServerRule(
+        upload,
+        noise_multiplier,
+        privacy.trust if settings.mode == "reference" else "central",
+        settings.aggregator,
+        settings.momentum,
+        settings.margin,
+        honest=max(1, int(privacy.sampling_rate * n_clients / 2)),
+        as_printed=settings.mode == "literal",
+    )
+
+
+def may_use(config: RunConfig) -> tuple[bool, ...]:
+    """Which of the variants (prompt, own rows) a client may choose from."""
+    out = ablated(config.protofed)
+    prompt, rows = "prompts" not in out, not _without_rows(config)
+    fixed = "acceptance" in out or "personal" in out or config.protofed.mode == "literal"
+    if fixed:
+        return tuple(variant == (prompt, rows) for variant in VARIANTS)
+    return tuple((prompt or not with_prompt) and (rows or not with_rows) for with_prompt, with_rows in VARIANTS)
+
+
+def keeps_the_claim(config: RunConfig) -> None:
+    """Refuses what would share raw events next to noised prototypes."""
+    if config.protofed.mode == "reference" and config.scoring.popularity_prior:
+        raise ConfigError(
+            "scoring.popularity_prior counts raw events and must be 0 in the private mode, "
+            f"got {config.scoring.popularity_prior:g}; use --mode nodp, or leave the prior out"
+        )
+
+
+def as_run(config: RunConfig) -> RunConfig:
+    """The config with the paper's own numbers where the mode is literal and nothing else was asked for."""
+    settings = config.protofed
+    if settings.mode != "literal":
+        return config
+    k = settings.prototypes or PRINTED_PROTOTYPES
+    return replace(
+        config, protofed=replace(settings, prototypes=k, local_steps=min(settings.local_steps, PRINTED_STEPS))
+    )
+
+
+def uploads_happen(config: RunConfig) -> bool:
+    """Whether there is anything to upload and anybody who takes it."""
+    return not ablated(config.protofed) & {"long", "static-prototypes", "personal", "prompts"}
+
+
+def may_introduce(config: RunConfig) -> bool:
+    """Whether new items may get rows from noised sums: the server has to add the noise."""
+    settings, trust = config.protofed, config.privacy.trust
+    possible = (settings.mode, trust) == ("reference", "central")
+    if settings.newcomers == "noised" and not possible:
+        raise ConfigError(
+            f"protofed.newcomers = noised needs --mode reference and --trust central, got {settings.mode} and {trust}"
+        )
+    return possible and settings.newcomers != "mean-row"
