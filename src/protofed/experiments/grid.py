@@ -180,7 +180,7 @@ def cells(grid: Grid, settle: Settle, tuned: Tuned = untuned) -> tuple[Cell, ...
     for dataset in grid.datasets:
         if dataset in RESERVED:
             raise ConfigError(f"a data set must not be named {dataset!r}, as a file of the bench is; rename its folder")
-    found = tuple(_expanded(grid, settle, tuned))
+    found = _swept_once(tuple(_expanded(grid, settle, tuned)))
     if not found:
         raise ConfigError(
             "the grid has no cell: grid.plain leaves the plain ones out, and no variant is for its methods"
@@ -189,6 +189,12 @@ def cells(grid: Grid, settle: Settle, tuned: Tuned = untuned) -> tuple[Cell, ...
     same = "{0} and {1} would be the same run; drop one, or name the methods the variant is for"
     _distinct([(to_toml(cell.config), cell.folder) for cell in found], same)
     return found
+
+
+def _swept_once(found: tuple[Cell, ...]) -> tuple[Cell, ...]:
+    """The cells without those of a sweep that a plain one is already: the value it sweeps over may be the tuned one."""
+    plain = {to_toml(cell.config) for cell in found if cell.variant == DEFAULT}
+    return tuple(cell for cell in found if "=" not in cell.variant or to_toml(cell.config) not in plain)
 
 
 def shard(found: Sequence[Cell], index: int, count: int) -> tuple[Cell, ...]:

@@ -344,6 +344,18 @@ def test_what_the_file_sets_goes_before_what_was_tuned(tmp_path):
     assert (other.config.hyper, other.config.training.slice_learning_rate) == ("decay = 0.5, strength = 7.0", 1e-4)
 
 
+def test_a_swept_value_that_the_plain_cell_has_is_that_cell(tmp_path):
+    write_best(tmp_path, "ewc", {"hyper.strength": 0.3})
+    swept = Variant("swept", (), (), (("hyper.strength", (0.1, 0.3, 1.0)),))
+    found = cells(Grid(("synthetic",), ("ewc",), (0, 1), variants=(swept,)), settle, tuned_in(tmp_path))
+    assert [(cell.variant, cell.config.seed) for cell in found] == [
+        *(("default", seed) for seed in (0, 1)),
+        *((f"swept,hyper.strength={value}", seed) for value in (0.1, 1.0) for seed in (0, 1)),
+    ]
+    alone = cells(Grid(("synthetic",), ("ewc",), (0,), variants=(swept,), plain=()), settle, tuned_in(tmp_path))
+    assert [cell.variant for cell in alone] == [f"swept,hyper.strength={value}" for value in (0.1, 0.3, 1.0)]
+
+
 def test_a_data_set_that_was_tuned_by_itself_has_its_own_settings(tmp_path):
     write_best(tmp_path, "ewc", {"hyper.strength": 0.3})
     write_best(tmp_path / "other", "ewc", {"hyper.strength": 0.7})
