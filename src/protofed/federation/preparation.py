@@ -298,6 +298,7 @@ def with_prior(config: RunConfig, base: TimeSlice, backbone: SASRec, rule: Local
     return replace(start, prior=prior)
 
 
+@torch.no_grad()
 def fitted_just_met(config: RunConfig, base: TimeSlice, backbone: SASRec, rule: LocalRule, start: Prepared) -> float:
     """What having met an item is worth where there is no row for it: the strength with the best validation NDCG@10.
 
