@@ -2,8 +2,9 @@
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -53,23 +54,40 @@ class Answered:
         return self.cell.partition("/")[2]
 
 
-def answered(dataset: str, pack: Path) -> Iterator[Answered]:
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The same log's cells METHOD/VARIANT before and after something changed, each with the pack it is in."""
+
+    name: str
+    dataset: str
+    before: tuple[Path, str]
+    after: tuple[Path, str]
+
+
+def answered(dataset: str, pack: Path, wanted: Callable[[str], bool] = lambda cell: True) -> Iterator[Answered]:
+    """The packed runs of the cells METHOD/VARIANT that are wanted; no other is unpacked."""
     streams = by_index(read_packed(pack / f"{dataset}.queries.parquet"))
     for run in read_packed(pack / f"{dataset}.runs.parquet").to_pylist():
-        queries = streams[run["queries"]]
-        asked = {name: queries[name].to_numpy() for name in ("slice", "user", "all", "novel", "repeat")}
-        ranks = (torch.from_numpy(kind.astype(np.int64)) for kind in decoded(run["ranks"], asked["repeat"]))
-        label = run_label(from_toml(run["config"]))
         method, variant = run["folder"].split("/")[1:3]
-        yield Answered(f"{method}/{variant}", label, asked, dict(zip(CANDIDATES, ranks, strict=True)))
+        if wanted(f"{method}/{variant}"):
+            queries = streams[run["queries"]]
+            asked = {name: queries[name].to_numpy() for name in ("slice", "user", "all", "novel", "repeat")}
+            ranks = (torch.from_numpy(kind.astype(np.int64)) for kind in decoded(run["ranks"], asked["repeat"]))
+            label = run_label(from_toml(run["config"]))
+            yield Answered(f"{method}/{variant}", label, asked, dict(zip(CANDIDATES, ranks, strict=True)))
 
 
+def of_overall_tables(cell: str) -> bool:
+    """Whether a cell METHOD/VARIANT is one of CELLS."""
+    return cell.partition("/")[2] in CELLS
+
+
+@cache
 def accuracies(dataset: str, pack: Path) -> dict[str, list[Values]]:
     """By row of the overall table, best first: every column of ACCURACY, mean of A[t, t], from the packed ranks."""
     seeds: dict[str, list[Values]] = {}
-    for run in answered(dataset, pack):
-        if run.variant in CELLS:
-            seeds.setdefault(run.label, []).append(columns_of(run))
+    for run in answered(dataset, pack, of_overall_tables):
+        seeds.setdefault(run.label, []).append(columns_of(run))
     return dict(sorted(by_column(seeds).items(), key=lambda row: -mean(row[1][0])))
 
 
@@ -213,8 +231,8 @@ def per_user(dataset: str, pack: Path, compared: Callable[[str], bool]) -> list[
     """For every column of GAPS, NDCG@10 of each row that is compared, by user and slice, seeds averaged."""
     seeds: list[dict[str, list[np.ndarray]]] = [{} for _ in GAPS]
     counts: list[list[np.ndarray]] = [[] for _ in GAPS]
-    for run in answered(dataset, pack):
-        if run.variant in CELLS and compared(run.label):
+    for run in answered(dataset, pack, of_overall_tables):
+        if compared(run.label):
             for place, (kind, subset) in enumerate(GAPS):
                 found = ndcg(run.ranks[kind], 10).numpy()
                 seeds[place].setdefault(run.label, []).append(by_user(found, run.asked, subset))
@@ -264,30 +282,79 @@ def warm_up_lines(datasets: Sequence[str], narrow: Path, wide: Path) -> list[str
 
 def best_epoch(dataset: str, pack: Path) -> tuple[float, float]:
     """The best value of the warm-up's validation trace and its epoch, means over the seeds of a frozen row."""
-    traces = []
-    for run in read_packed(pack / f"{dataset}.runs.parquet").to_pylist():
-        if run["folder"].split("/")[1:3] in (["frozen-no-new-rows", "default"], ["frozen-no-new-rows", "paper"]):
-            traces.append(json.loads(run["log"].splitlines()[0])["validation_ndcg10"])
+    runs = read_packed(pack / f"{dataset}.runs.parquet").to_pylist()
+    at_defaults = (["frozen-no-new-rows", "default"], ["frozen-no-new-rows", "paper"])
+    traces = [warm_up_trace(run["log"]) for run in runs if run["folder"].split("/")[1:3] in at_defaults]
     return mean([max(trace) for trace in traces]), mean([1 + trace.index(max(trace)) for trace in traces])
+
+
+def warm_up_trace(log: str) -> list[float]:
+    """The validation NDCG@10 of every epoch of the warm-up, from a run's log."""
+    return list(json.loads(log.splitlines()[0])["validation_ndcg10"])
+
+
+def searched_lines(datasets: Sequence[str], packs: Sequence[Path]) -> list[str]:
+    """The warm-up's best validation NDCG@10 by log, dropout (a line each) and rate (a column), mean of the seeds."""
+    made = []
+    for dataset in datasets:
+        found: dict[tuple[float, float], dict[int, float]] = {}
+        for run in (run for pack in packs for run in read_packed(pack / f"{dataset}.runs.parquet").to_pylist()):
+            if run["folder"].split("/")[1] == "frozen-no-new-rows":
+                config = from_toml(run["config"])
+                point = found.setdefault((config.backbone.dropout, config.training.learning_rate), {})
+                point[config.seed] = max(warm_up_trace(run["log"]))
+        seeds = set.intersection(*map(set, found.values()))
+        values = {point: mean([of[seed] for seed in seeds]) for point, of in found.items()}
+        rates = sorted({rate for _, rate in values})
+        for dropout in sorted({dropout for dropout, _ in values}):
+            cells = [f"{values[dropout, rate]:.3f}" for rate in rates]
+            best = [
+                f"**{c}**" if values[dropout, r] == max(values.values()) else c
+                for c, r in zip(cells, rates, strict=True)
+            ]
+            made.append(f"| {dataset} | {len(seeds)} | {dropout:g} | " + " | ".join(best) + " |")
+    return made
+
+
+def by_cell(dataset: str, pack: Path, cells: Collection[str]) -> dict[str, list[Values]]:
+    """By cell METHOD/VARIANT of those named: every column of ACCURACY, seed by seed."""
+    seeds: dict[str, list[Values]] = {}
+    for run in answered(dataset, pack, cells.__contains__):
+        seeds.setdefault(run.cell, []).append(columns_of(run))
+    return by_column(seeds)
 
 
 def cell_lines(dataset: str, pack: Path, cells: Mapping[str, str]) -> list[str]:
     """The cells METHOD/VARIANT that are named, in their order: how many seeds, then every column of ACCURACY."""
-    seeds: dict[str, list[Values]] = {}
-    for run in answered(dataset, pack):
-        if run.cell in cells:
-            seeds.setdefault(run.cell, []).append(columns_of(run))
-    found = by_column(seeds)
+    found = by_cell(dataset, pack, cells)
 
     def shown(column: Values) -> str:
-        if len(column) == 1:
-            return f"{column[0]:.3f} (one seed)"
-        return "–" if NO_SUCH_EVENTS in column else f"{mean(column):.3f} ± {stdev(column):.3f}"
+        if NO_SUCH_EVENTS in column:
+            return "–"
+        return f"{column[0]:.3f} (one seed)" if len(column) == 1 else f"{mean(column):.3f} ± {stdev(column):.3f}"
 
     return [
         f"| {name} | {len(found[cell][0])} | " + " | ".join(map(shown, found[cell])) + " |"
         for cell, name in cells.items()
     ]
+
+
+def change_lines(changes: Sequence[Change]) -> list[str]:
+    """Every column of ACCURACY before and after, means of seeds."""
+
+    def shown(before: Values, after: Values) -> str:
+        return "–" if NO_SUCH_EVENTS in before else f"{mean(before):.3f} → {mean(after):.3f}"
+
+    wanted: dict[tuple[str, Path], set[str]] = {}
+    for change in changes:
+        for pack, cell in (change.before, change.after):
+            wanted.setdefault((change.dataset, pack), set()).add(cell)
+    found = {place: by_cell(*place, cells) for place, cells in wanted.items()}
+    made = []
+    for change in changes:
+        before, after = (found[change.dataset, pack][cell] for pack, cell in (change.before, change.after))
+        made.append(f"| {change.name} | " + " | ".join(map(shown, before, after)) + " |")
+    return made
 
 
 def sweep_lines(dataset: str, pack: Path) -> list[str]:

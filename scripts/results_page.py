@@ -10,13 +10,16 @@ from pathlib import Path
 
 from packed_tables import (
     OURS,
+    Change,
     accuracy_lines,
     cell_lines,
+    change_lines,
     cost_lines,
     gap_lines,
     glance_lines,
     noise_lines,
     patience_lines,
+    searched_lines,
     sweep_lines,
     warm_up_lines,
     width_lines,
@@ -27,9 +30,9 @@ DOCS, RESULTS = ROOT / "docs", ROOT / "results"
 SEARCHED = ("gowalla_1k", "yelp", "amazon_beauty", "taobao")
 MORE = ("gowalla", "amazon_sports", "lastfm_30music", "retailrocket", "movielens", "hm")
 SHORT_EPOCHS = ("retailrocket", "movielens", "hm")  # of MORE, those that were also run with a longer patience
-WIDE = ("gowalla_1k", "taobao")  # of SEARCHED, those whose runs at the paper's width are whole
 WITHOUT_NOISE = "protofed-sp (nodp)"
-MET_AT_ONCE = ("hm", "retailrocket")  # of MORE, those run with items that count as met at once
+MET_AT_ONCE = ("hm", "retailrocket")  # of those run with items that count as met at once, two in detail
+REPEATING = ("gowalla_1k", "yelp", "taobao", "gowalla", "lastfm_30music", *MET_AT_ONCE)  # all of those
 AT_ONCE = {
     "personal-memory/default": "personal-memory",
     "protofed-sp/nodp": WITHOUT_NOISE,
@@ -37,6 +40,13 @@ AT_ONCE = {
     "protofed-sp/default": OURS,
     "protofed-sp/at-once": f"{OURS}, at once",
 }
+
+SHARED_PROMPT = (  # methods whose PEFT variant has rows
+    *("full-retrain", "mas", "si", "infer", "er-random", "er-freq", "finetune-last", "ccd", "lwf"),
+    *("sail-piw", "reloop", "ewc", "reloop2"),
+)
+LIBRARY_SIZE = {"prompt-tuning": "", "prefix-tuning": "-prefix", "adapters": "-adapters", "dual-lora": "-lora"}
+REWARMED = ("full-retrain", "personal-memory", "si", "finetune-last", "frozen")  # and ProtoFed-SP
 
 Table = tuple[str, Callable[[], list[str]]]  # how its head begins, and its lines
 
@@ -58,13 +68,51 @@ def overall(dataset: str, pack: Path, export: Path) -> Iterator[Table]:
     yield f"{dataset}, forgetting and costs", partial(cost_lines, dataset, pack, export)
 
 
+def with_a_shared_prompt() -> list[Change]:
+    """Every method that has one: all weights, then its PEFT variant."""
+    pack = RESULTS / "pack"
+    return [Change(name, "gowalla_1k", (pack, f"{name}/default"), (pack, f"{name}/peft")) for name in SHARED_PROMPT]
+
+
+def at_library_size() -> list[Change]:
+    """Small modules at their usual size, then at that of the prototype library."""
+    pack = RESULTS / "pack"
+    return [
+        Change(f"{dataset}, {name}", dataset, (pack, f"{name}/default"), (pack, f"{name}/library-size{mark}"))
+        for dataset in ("gowalla_1k", "yelp")
+        for name, mark in LIBRARY_SIZE.items()
+    ]
+
+
+def met_at_once() -> list[Change]:
+    """ProtoFed-SP without and with noise, before and after items count as met at once."""
+    pack, kinds = RESULTS / "at_once", (("nodp", "nodp-at-once", "nodp"), ("default", "at-once", "reference"))
+    return [
+        Change(f"{dataset}, {mode}", dataset, (pack, f"protofed-sp/{was}"), (pack, f"protofed-sp/{now}"))
+        for dataset in REPEATING
+        for was, now, mode in kinds
+    ]
+
+
+def rewarmed() -> list[Change]:
+    """Rows at the paper's width, before and after the warm-up was searched."""
+    wide, after = RESULTS / "paper_size", RESULTS / "warm_up"
+    cells = {name: (f"{name}/paper", f"{name}/rewarmed") for name in REWARMED}
+    cells |= {WITHOUT_NOISE: ("protofed-sp/paper-nodp", "protofed-sp/rewarmed-nodp")}
+    cells |= {OURS: ("protofed-sp/paper", "protofed-sp/rewarmed")}
+    return [Change(name, "gowalla_1k", (wide, was), (after, now)) for name, (was, now) in cells.items()]
+
+
 def tables_of_results() -> Iterator[Table]:
     """Those of docs/results.md."""
     pack, export = RESULTS / "pack", RESULTS / "overall.csv"
     for dataset in SEARCHED:
         yield from overall(dataset, pack, export)
         yield f"{dataset}, {OURS} minus", partial(gap_lines, dataset, pack)
-    yield "gowalla_1k, left out", partial(cell_lines, "gowalla_1k", pack, parts())
+    for dataset in ("gowalla_1k", "taobao"):
+        yield f"{dataset}, left out", partial(cell_lines, dataset, pack, parts())
+    yield "all weights → a shared prompt", partial(change_lines, with_a_shared_prompt())
+    yield "usual size → the library's", partial(change_lines, at_library_size())
     yield "gowalla_1k, noise multiplier", partial(noise_lines, "gowalla_1k", export)
     yield "gowalla_1k, setting", partial(sweep_lines, "gowalla_1k", RESULTS / "sensitivity")
 
@@ -77,6 +125,7 @@ def tables_of_more_logs() -> Iterator[Table]:
         yield f"{dataset}, patience", partial(patience_lines, dataset, pack, RESULTS / "patience")
     yield "movielens, noise multiplier", partial(noise_lines, "movielens", export)
     yield "movielens, left out", partial(cell_lines, "movielens", RESULTS / "ablations", parts())
+    yield "as it was → met at once", partial(change_lines, met_at_once())
     for dataset in MET_AT_ONCE:
         yield f"{dataset}, met at once", partial(cell_lines, dataset, RESULTS / "at_once", AT_ONCE)
     for dataset in MORE:
@@ -87,9 +136,12 @@ def tables_of_more_logs() -> Iterator[Table]:
 def tables_of_paper_size() -> Iterator[Table]:
     """Those of docs/paper_size.md."""
     pack, export = RESULTS / "paper_size", RESULTS / "paper_size.csv"
-    yield "d = 64 → 256", partial(width_lines, WIDE, RESULTS / "pack", pack)
+    yield "d = 64 → 256", partial(width_lines, SEARCHED, RESULTS / "pack", pack)
     yield "warm-up, d = 64 → 256", partial(warm_up_lines, SEARCHED, RESULTS / "pack", pack)
-    for dataset in WIDE:
+    searched = ("gowalla_1k", "yelp", "amazon_beauty")
+    yield "warm-up at d = 256", partial(searched_lines, searched, (pack, RESULTS / "warm_up"))
+    yield "searched at d = 256", partial(change_lines, rewarmed())
+    for dataset in SEARCHED:
         yield from overall(dataset, pack, export)
         yield f"{dataset}, {WITHOUT_NOISE} minus", partial(gap_lines, dataset, pack, WITHOUT_NOISE, without_claim)
 

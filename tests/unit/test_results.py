@@ -23,7 +23,7 @@ COLUMNS = (("sampled", "all"), ("sampled", "novel"), ("sampled", "repeat"), ("fu
 COSTS = ("bytes_up", "bytes_down", "trainable_parameters", "trainable_parameters_per_user", "learn")
 DATASETS = ("gowalla_1k", "yelp", "amazon_beauty", "taobao")
 MORE = ("gowalla", "amazon_sports", "lastfm_30music", "retailrocket", "movielens", "hm")  # logs of the second page
-WIDE = ("gowalla_1k, d = 256", "taobao, d = 256")  # the logs of the third page
+WIDE = tuple(f"{dataset}, d = 256" for dataset in DATASETS)  # the logs of the third page
 ROWS = ("default", "nodp", "private", "paper", "paper-nodp")  # cells of the overall tables; other variants have others
 
 
@@ -109,7 +109,7 @@ def ablation_lines(dataset: str, pack: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("dataset", "pack"), [("gowalla_1k", "pack"), ("movielens", "ablations")])
+@pytest.mark.parametrize(("dataset", "pack"), [("gowalla_1k", "pack"), ("taobao", "pack"), ("movielens", "ablations")])
 def test_the_table_of_ablations_is_that_of_the_packed_runs(dataset, pack):
     table = table_of(place_of(dataset)[0], f"{dataset}, left out | seeds")
     assert table == ablation_lines(dataset, pack)
@@ -127,6 +127,79 @@ def test_the_table_of_items_met_at_once_is_that_of_the_packed_runs(dataset):
     for row, (variant, label) in zip(rows, cells, strict=True):
         (seeds,) = (values for key, values in found.items() if key[0] == variant and key[1].startswith(label))
         assert row[1:] == [str(len(seeds)), *(shown(list(column)) for column in zip(*seeds, strict=True))]
+
+
+def arrows(before: list[tuple[float, ...]], after: list[tuple[float, ...]]) -> list[str]:
+    """Means over seeds of every column before and after."""
+    both = (np.mean(seeds, axis=0) for seeds in (before, after))
+    return [f"{was:.3f} → {now:.3f}" for was, now in zip(*both, strict=True)]
+
+
+def changes(page: str, title: str) -> dict[str, list[str]]:
+    rows = [row.strip("| ").split(" | ") for row in table_of(page, title)]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_the_table_of_shared_prompts_has_every_packed_peft_row_beside_the_standard_one():
+    runs = values_of_runs("gowalla_1k")
+    standard = {label.removesuffix(" (peft)") for variant, label in runs if variant == "peft"}
+    rows = changes(PAGE, "all weights → a shared prompt")
+    assert set(rows) == standard
+    assert rows == {name: arrows(runs["default", name], runs["peft", f"{name} (peft)"]) for name in rows}
+
+
+def test_the_table_of_module_sizes_has_every_packed_module_of_the_librarys_size():
+    expected = {}
+    for dataset in ("gowalla_1k", "yelp"):
+        runs = values_of_runs(dataset)
+        for variant, label in runs:
+            if variant.startswith("library-size"):
+                name = f"{dataset}, {label.removesuffix(' (peft)')}"
+                expected[name] = arrows(runs["default", label], runs[variant, label])
+    assert len(expected) == 8
+    assert changes(PAGE, "usual size → the library's") == expected
+
+
+def test_the_table_of_items_met_at_once_pairs_both_modes_of_every_packed_log():
+    logs = [path.name.removesuffix(".runs.parquet") for path in (ROOT / "results/at_once").glob("*.runs.parquet")]
+    expected = {}
+    for dataset in logs:
+        runs = values_of_runs(dataset, "at_once")
+        for mode, was, now in (("nodp", "nodp", "nodp-at-once"), ("reference", "default", "at-once")):
+            label = f"protofed-sp ({mode})"
+            expected[f"{dataset}, {mode}"] = arrows(runs[was, label], runs[now, label])
+    assert changes(MORE_LOGS, "as it was → met at once") == expected
+
+
+def test_the_table_of_rows_on_a_searched_warm_up_pairs_them_with_those_of_the_page():
+    before, after = values_of_runs("gowalla_1k", "paper_size"), values_of_runs("gowalla_1k", "warm_up")
+    again = {(variant, label): seeds for (variant, label), seeds in after.items() if variant.startswith("rewarmed")}
+    expected = {
+        label: arrows(before[variant.replace("rewarmed", "paper"), label], seeds)
+        for (variant, label), seeds in again.items()
+    }
+    assert len(expected) == 7
+    assert changes(PAPER_SIZE, "searched at d = 256") == expected
+
+
+def test_the_table_of_the_searched_warm_up_is_that_of_the_packed_logs_over_seeds_that_all_points_have():
+    expected = []
+    for dataset, seeds in (("gowalla_1k", (0, 1, 2)), ("yelp", (0,)), ("amazon_beauty", (0,))):
+        found: dict[tuple[float, float], list[float]] = {}
+        for pack in ("paper_size", "warm_up"):
+            for run in read_packed(ROOT / "results" / pack / f"{dataset}.runs.parquet").to_pylist():
+                config = from_toml(run["config"])
+                if config.method == "frozen-no-new-rows" and config.seed in seeds:
+                    trace = json.loads(run["log"].splitlines()[0])["validation_ndcg10"]
+                    point = (config.backbone.dropout, config.training.learning_rate)
+                    found.setdefault(point, []).append(np.max(trace))
+        assert {len(values) for values in found.values()} == {len(seeds)}
+        for dropout in (0.3, 0.5, 0.7):
+            cells = [f"{np.mean(found[dropout, rate]):.3f}" for rate in (0.0003, 0.001, 0.003)]
+            expected.append(f"| {dataset} | {len(seeds)} | {dropout} | " + " | ".join(cells) + " |")
+    table = table_of(PAPER_SIZE, "warm-up at d = 256")
+    assert [line.replace("**", "") for line in table] == expected
+    assert [line.count("**") for line in table] == [0, 2, 0, 0, 0, 2, 0, 2, 0]
 
 
 @pytest.mark.parametrize(("dataset", "introducing"), [("gowalla_1k", ()), ("movielens", ("0.2", "0.4"))])

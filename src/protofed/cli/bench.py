@@ -44,7 +44,7 @@ def bench(
     preset_name: Annotated[str | None, typer.Option("--preset", help="small (d = 64) or paper (d = 256)")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="key=value for every cell")] = None,
     tuned: Annotated[
-        list[Path] | None, typer.Option(help="the --out of `protofed tune`; of several, the first that has the method")
+        list[Path] | None, typer.Option(help="the --out of `protofed tune`; of several, the first that has it as asked")
     ] = None,
     root: Annotated[Path, typer.Option(help="folder of prepared logs")] = Path("data"),
     jobs: Annotated[int, typer.Option(help="runs at once, each on one thread")] = 1,

@@ -134,7 +134,8 @@ def tuned_in(*folders: Path, required: bool = True) -> Tuned:
     """What `protofed tune --out folder` found: of each METHOD/best.toml, the settings that the search was over.
 
     A log of its own has them in DATASET/METHOD/best.toml; what lies there goes before METHOD/best.toml, and one folder
-    before the next. A method that is not tuned yet is refused, or where it is not `required` has no settings.
+    before the next; what was tuned in another variant, or with noise where a cell has none, is passed over. A method
+    that is not tuned yet as a cell is refused, or where that is not `required` has no settings.
     """
     for folder in folders:
         if not folder.is_dir():
@@ -146,30 +147,38 @@ def tuned_in(*folders: Path, required: bool = True) -> Tuned:
             return {}
         own = Path(quote(dataset, safe=""), method, "best.toml")
         places = [folder / place for folder in folders for place in (own, Path(method, "best.toml"))]
-        found = next((place for place in places if place.is_file()), None)
-        if found is None and not required:
+        found = [(place, *_best(place)) for place in places if place.is_file()]
+        asked = (method, variant, private)
+        values = next((values for _, config, values in found if _tuned_for(config) == asked), None)
+        if values is not None:
+            return {key: values[key] for key in space if key in values}
+        if not required:
             return None
-        if found is None:
+        if not found:
             given = ", ".join(map(str, folders))
             raise ConfigError(f"--tuned {given} has no {method}/best.toml; tune {method} too, or leave it out")
-        values = _best(found, method, variant, private)
-        return {key: values[key] for key in space if key in values}
+        place, config, _ = found[0]
+        was, wanted = _words(*_tuned_for(config)), _words(*asked)
+        raise ConfigError(f"{place} was tuned for {was}, a cell is {wanted}; tune that into another folder")
 
     return tuned
 
 
-def _best(path: Path, method: str, variant: str, private: bool) -> dict[str, object]:
-    """The dotted keys of a best.toml, once it is clear that it is about this method."""
+def _best(path: Path) -> tuple[RunConfig, dict[str, object]]:
+    """The config of a best.toml and its dotted keys."""
     try:
         config, values = from_values(values_of(path)), values_of(path)
     except ConfigError as problem:
         raise ConfigError(f"{path}: {problem}") from problem
-    if (config.method, config.variant, config.privacy.wrap) != (method, variant, private):
-        marks = {True: ", private", False: ""}
-        was = f"{config.method} ({config.variant}{marks[config.privacy.wrap]})"
-        asked = f"{method} ({variant}{marks[private]})"
-        raise ConfigError(f"{path} was tuned for {was}, a cell is {asked}; tune that into another folder")
-    return values | {f"hyper.{key}": value for key, value in hyper_values(config.hyper).items()}
+    return config, values | {f"hyper.{key}": value for key, value in hyper_values(config.hyper).items()}
+
+
+def _tuned_for(config: RunConfig) -> tuple[str, str, bool]:
+    return config.method, config.variant, config.privacy.wrap
+
+
+def _words(method: str, variant: str, private: bool) -> str:
+    return f"{method} ({variant}{', private' if private else ''})"
 
 
 def cells(grid: Grid, settle: Settle, tuned: Tuned = untuned) -> tuple[Cell, ...]:

@@ -148,6 +148,7 @@ def render(chapters: Sequence[Chapter], warned: Sequence[str], unfinished: Seque
         methods=sorted({row.method for section in sections for row in section.rows}),
         rows=sorted({row.label for section in sections for row in section.rows}),
         seeds=sorted({seed for section in sections for row in section.rows for seed in row.seeds}),
+        widths=provenance.widths(sections),
         coverage=held_table(filled.held),
         of_grid=coverage_table(filled.of_grid) if filled.of_grid else None,
         lacking=[(cell.folder, state) for cell, state in filled.of_grid.lacking] if filled.of_grid else [],

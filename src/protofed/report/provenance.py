@@ -50,6 +50,12 @@ def environments(sections: Sequence[Section]) -> tuple[tuple[str, str], ...]:
     return tuple((key, _values([fact[key] for fact in facts if key in fact], len(runs))) for key in keys)
 
 
+def widths(sections: Sequence[Section]) -> tuple[int, ...]:
+    """Every width d that a run's backbone has."""
+    told = (run.config.get("backbone", {}).get("width") for _, _, run in _all(sections))
+    return tuple(sorted({width for width in told if width is not None}))
+
+
 def commands(sections: Sequence[Section]) -> tuple[str, ...]:
     """The command of every run that kept it, without repeats."""
     found = [run.environment.get("command") for _, _, run in _all(sections)]

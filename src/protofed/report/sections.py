@@ -63,7 +63,7 @@ def group(runs: Sequence[Run]) -> tuple[Section, ...]:
 def by_stream(runs: Sequence[AnyRun]) -> list[tuple[str, list[AnyRun]]]:
     """Runs that are asked the same queries, under the data set's name and the settings that tell it from another."""
     groups = _by(runs, lambda run: _canonical({key: run.config.get(key) for key in ANSWERED}))
-    asked = [_flat({key: members[0].config.get(key) for key in ANSWERED}) for members in groups]
+    asked = [flat({key: members[0].config.get(key) for key in ANSWERED}) for members in groups]
     titles = distinct_labels([members[0].config["dataset"] for members in groups], asked)
     return list(zip(titles, groups, strict=True))
 
@@ -72,7 +72,7 @@ def alike(runs: Sequence[AnyRun]) -> list[tuple[str, list[AnyRun]]]:
     """Runs that differ by seed alone, under their method's name and the settings that tell it from another."""
     groups = _by(runs, lambda run: _canonical(_settings(run)))
     names = [method_name(members[0].config) for members in groups]
-    settings = [_flat(_settings(members[0])) for members in groups]
+    settings = [flat(_settings(members[0])) for members in groups]
     short = distinct_labels(names, [_without_unused_target(own) for own in settings])
     labels = short if len(set(short)) == len(short) else distinct_labels(names, settings)
     return list(zip(labels, groups, strict=True))
@@ -144,7 +144,7 @@ def _without_unused_target(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def flat_settings(run: Run) -> dict[str, Any]:
     """What decides a run's numbers, seed aside, by dotted names."""
-    return _flat(_settings(run))
+    return flat(_settings(run))
 
 
 def _canonical(value: object) -> str:
@@ -158,15 +158,16 @@ def _by(runs: Iterable[AnyRun], key: Callable[[AnyRun], str]) -> list[list[AnyRu
     return list(groups.values())
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested tables by dotted names."""
+    found: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
+            found |= flat(value, f"{prefix}{key}.")
         else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, str | int | float | bool | None) else str(value)
-    return flat
+            found[f"{prefix}{key}"] = value if isinstance(value, str | int | float | bool | None) else str(value)
+    return found
 
 
-DEFAULTS = _flat(asdict(RunConfig()))
+DEFAULTS = flat(asdict(RunConfig()))
 NOISE, TARGET = "privacy.noise_multiplier", "privacy.target_epsilon"

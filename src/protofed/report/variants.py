@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 from protofed.config import RunConfig
+from protofed.methods.catalogue import METHODS
 from protofed.report.runs import Run
-from protofed.report.sections import Row, Section, flat_settings
+from protofed.report.sections import Row, Section, flat, flat_settings
 
 NOISE = ("privacy.target_epsilon", "privacy.noise_multiplier", "privacy.newcomer_noise")
 FACTORS = {  # what Table 2 switches one at a time, and the value of the full method
@@ -54,7 +56,15 @@ def flagship(section: Section) -> Row | None:
 
 
 def row_settings(row: Row) -> dict[str, Any]:
-    return flat_settings(row.runs[0])
+    """What decides a row's numbers; a hyper-parameter that it leaves alone has its method's value."""
+    return hyper_defaults(row.method) | flat_settings(row.runs[0])
+
+
+@cache
+def hyper_defaults(method: str) -> dict[str, Any]:
+    """A method's own hyper-parameters by dotted names; none of a method that this version does not know."""
+    own: Any = METHODS[method].method if method in METHODS else None
+    return flat(asdict(own), "hyper.") if own is not None else {}
 
 
 def ablations(section: Section) -> tuple[Ablation, ...]:

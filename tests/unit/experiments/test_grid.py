@@ -399,6 +399,20 @@ def test_the_peft_variant_takes_only_what_was_tuned_as_peft(tmp_path):
         cells(grid, settle, tuned_in(tmp_path / "standard"))
 
 
+def test_of_several_folders_the_first_that_was_tuned_as_the_cell_is_is_taken(tmp_path):
+    write_best(tmp_path / "standard", "ewc", {"hyper.strength": 0.3})
+    write_best(tmp_path / "peft", "ewc", {"hyper.strength": 0.7}, variant="peft")
+    as_peft = Variant("peft", (), (("variant", "peft"),))
+    folders = (tmp_path / "standard", tmp_path / "peft")
+    for order in (folders, folders[::-1]):
+        found = cells(Grid(("synthetic",), ("ewc",), variants=(as_peft,)), settle, tuned_in(*order))
+        assert [cell.config.hyper for cell in found] == ["strength = 0.3", "strength = 0.7"]
+    (plain, other) = cells(
+        Grid(("synthetic",), ("ewc",), variants=(as_peft,)), settle, tuned_in(folders[0], required=False)
+    )
+    assert (plain.tuned, other.tuned) == (True, False)
+
+
 def test_a_private_cell_takes_only_what_was_tuned_under_noise_the_radius_included(tmp_path):
     wrapped = {"privacy.wrap": True}
     write_best(tmp_path / "noised", "fedavg", {"privacy.clip_radius": 0.03, "hyper.rate": 3e-4, **wrapped})

@@ -140,6 +140,13 @@ def test_unfinished_runs_are_listed_and_not_counted(built: str) -> None:
     assert "<code>waiting</code> (toy, ewc, seed 0)" in built
 
 
+def test_the_first_lines_name_the_widths_of_the_backbones(built: str, tmp_path: Path) -> None:
+    assert "data set, SASRec of width 64, seeds 0, 1:" in built
+    for name, width in (("a", 256), ("b", 64), ("c", 64)):
+        write_run(tmp_path / name, value, method=name, settings=f"[backbone]\nwidth = {width}\n")
+    assert "on 1\ndata set, SASRec of width 64 or 256, seed 0:" in page.build(tmp_path)[0]
+
+
 def test_the_config_is_shown_verbatim(built: str, runs: Path) -> None:
     assert html.escape((runs / "frozen-0" / "config.toml").read_text(), quote=True).replace("&quot;", "&#34;") in built
 

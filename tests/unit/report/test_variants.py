@@ -7,6 +7,7 @@ import pytest
 from every_section import protofed, write_every_section
 from run_folders import write_run
 
+from protofed.methods.catalogue import METHODS
 from protofed.report.runs import find_runs
 from protofed.report.sections import Section, group
 from protofed.report.variants import ablations, flagship, noise_sweeps, row_settings, side_rows, sweeps, without_sweeps
@@ -47,6 +48,19 @@ def test_sweeps_and_ablations_are_the_pairs_that_one_setting_tells_apart(section
     assert pairs == expected
     assert len(pairs) == 2
     assert noise == {("protofed-sp (reference)", "protofed-sp (reference), privacy.noise_multiplier=4.0")}
+
+
+def test_a_row_that_leaves_a_hyper_parameter_alone_is_the_point_of_its_methods_own_value(tmp_path: Path) -> None:
+    write_run(tmp_path / "plain", lambda *_: 0.5, method="dual-lora")
+    write_run(tmp_path / "wide", lambda *_: 0.5, method="dual-lora", settings="[hyper]\nrank = 64\n")
+    write_run(tmp_path / "other", lambda *_: 0.5, method="not-of-this-version", settings="[hyper]\nrank = 64\n")
+    (sweep,) = sweeps(section := section_of(tmp_path))
+    assert sweep.setting == "hyper.rank"
+    assert [(value, row.label) for value, row in sweep.points] == [
+        (METHODS["dual-lora"].method.rank, "dual-lora"),
+        (64, "dual-lora, hyper.rank=64"),
+    ]
+    assert side_rows(section) == {"dual-lora, hyper.rank=64"}
 
 
 def test_the_points_of_a_sweep_go_by_their_number(section: Section) -> None:
