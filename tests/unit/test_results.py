@@ -328,6 +328,20 @@ def test_the_table_of_warm_ups_is_that_of_the_packed_logs():
         assert row == f"| {dataset} | {before:.3f} → {after:.3f} | {when:.0f} → {then:.0f} |"
 
 
+def test_the_table_of_row_rates_is_that_of_the_committed_trials():
+    rows = [row.strip("| ").split(" | ") for row in table_of(PAPER_SIZE, "`protofed.row_rate`")]
+    assert [row[0] for row in rows] == ["d = 64", "d = 256"]
+    for (_, *cells), file in zip(rows, ("small", "paper"), strict=True):
+        with (ROOT / "results/tune/width/gowalla_1k" / f"{file}.csv").open(encoding="utf-8", newline="") as opened:
+            tried = {line["settings"] or "as found": float(line["ndcg@10"]) for line in csv.DictReader(opened)}
+        lower, higher = ("protofed.row_rate=0.001", "protofed.row_rate=0.002"), ("protofed.row_rate=0.01",)
+        values = [tried.get(settings) for settings in (*lower, "as found", *higher)]
+        best = max(value for value in values if value)
+        expected = [f"{value:.3f}" if value else "–" for value in values]
+        assert [cell.replace("**", "") for cell in cells] == expected
+        assert ["**" in cell for cell in cells] == [value == best for value in values]
+
+
 @pytest.mark.parametrize("dataset", ["retailrocket", "movielens", "hm"])
 def test_the_table_of_patience_pairs_the_rows_of_two_packs(dataset):
     late = {label: seeds for (_, label), seeds in values_of_runs(dataset, "patience").items()}
