@@ -156,6 +156,7 @@ def test_pruning_keeps_the_size_the_sphere_and_the_total_use(seed, n):
     assert float(after.usage.sum()) == pytest.approx(float(usage.sum()) - lost, abs=1e-6)
 
 
+@pytest.mark.slow
 @settings(quick, max_examples=15)
 @given(seeds, st.integers(1, 20))
 def test_the_geometric_median_moves_with_its_points(seed, n):

@@ -42,6 +42,7 @@ def test_text_is_written_as_utf_8_and_replaces_what_was_there(tmp_path):
     assert path.read_bytes() == "ε = 3.4\n".encode()
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_leaves_is_cleared_and_the_old_file_is_still_whole(tmp_path):
     path = tmp_path / "table"
     write_text(path, "old")

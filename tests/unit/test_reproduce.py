@@ -11,6 +11,7 @@ import pytest
 from protofed.cli.run import settle
 from protofed.experiments.grid import cells, read_grid
 
+pytestmark = pytest.mark.slow  # expands every experiment file
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reproduce.md").read_text(encoding="utf-8")
 PAPER_SIZE = tuple((ROOT / "results" / "paper_size").glob("*.runs.parquet"))

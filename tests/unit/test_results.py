@@ -15,6 +15,7 @@ from protofed.experiments.packed import CANDIDATES, by_index, decoded, read_pack
 from protofed.privacy.accountant import epsilon
 from protofed.privacy.ledger import Release
 
+pytestmark = pytest.mark.slow  # reads every committed run
 ROOT = Path(__file__).parents[2]
 PAGE, MORE_LOGS, PAPER_SIZE = (
     (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("results.md", "more_logs.md", "paper_size.md")

@@ -28,6 +28,7 @@ def test_names_are_neither_joined_nor_converted():
     assert seed_of(12, "x") != seed_of(1, 2, "x")
 
 
+@pytest.mark.slow
 def test_a_purpose_has_the_same_seed_in_every_process():
     code = "from protofed.seeds import seed_of; assert seed_of(7, 'warm-up', 3) == 1321495706939101941"
     # The first eight bytes of SHA-256 over "(7, ('warm-up', 3))", halved.

@@ -61,6 +61,7 @@ def test_public_names_exist_and_are_sorted():
     )
 
 
+@pytest.mark.slow
 def test_the_core_imports_nothing_heavier_than_torch_and_pyarrow():
     blocked = f"import sys; sys.modules.update(dict.fromkeys({HEAVY!r}))"
     core = "import protofed, protofed.experiments.run, protofed.experiments.evaluate, protofed.data.prepared"

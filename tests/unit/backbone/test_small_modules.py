@@ -193,6 +193,7 @@ def test_lora_scales_its_update_once():
         assert torch.allclose(lora(x), by_hand, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_lora_is_that_of_the_peft_library():
     peft = pytest.importorskip("peft")
     holder = nn.Sequential()

@@ -32,6 +32,7 @@ def slow_core(rows, k):
         rows = kept
 
 
+@pytest.mark.slow
 @given(ROWS, st.integers(1, 4))
 def test_the_core_is_what_remains_when_rare_users_and_items_are_dropped_until_none_is_left(rows, k):
     expected = slow_core(sorted(rows, key=lambda row: row[2]), k)

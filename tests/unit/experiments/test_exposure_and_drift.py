@@ -77,6 +77,7 @@ def test_popularity_shows_the_ten_most_frequent_items_of_the_slice_to_everybody(
         assert told(folder, group, "exposure", t)["value"] == pytest.approx((places + shared) / 10, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_exposure_of_a_model_is_that_of_its_ranked_lists(tmp_path):
     config = worlds.tiny_config(method="frozen")
     folder = Experiment(config, worlds.tiny_log(), tmp_path / "cache", worlds.CPU, "test").run(tmp_path / "run")

@@ -109,6 +109,7 @@ def test_a_run_begun_before_ranks_and_drift_were_kept_ends_without_its_ranks(tmp
     assert folder.table("per_user").drop_columns("drift") == whole["per_user"].drop_columns("drift")
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes_and_another_cache_changes_nothing(tmp_path):
     first = experiment(tmp_path / "a").run(tmp_path / "a" / "run")
     second = experiment(tmp_path / "b").run(tmp_path / "b" / "run")
@@ -151,6 +152,7 @@ def hold(path, config, ready, done):
         done.wait(30)
 
 
+@pytest.mark.slow
 def test_a_second_process_in_the_same_folder_is_refused(tmp_path):
     context = multiprocessing.get_context("spawn")
     ready, done = context.Event(), context.Event()

@@ -62,6 +62,7 @@ def diagonal(folder: Path, name: str) -> dict[tuple, dict]:
     return {tuple(row[key] for key in keys if key in row): row for row in rows}
 
 
+@pytest.mark.slow
 def test_a_report_of_a_pack_has_the_numbers_and_intervals_of_its_runs(runs, tmp_path, capsys):
     pack(runs, tmp_path / "pack")
     of_folders, of_pack = (reported(folder, tmp_path, capsys) for folder in (runs, tmp_path / "pack"))
@@ -72,6 +73,7 @@ def test_a_report_of_a_pack_has_the_numbers_and_intervals_of_its_runs(runs, tmp_
     assert low < high
 
 
+@pytest.mark.slow
 def test_the_whole_page_of_a_pack_is_that_of_its_runs(runs, tmp_path):
     pack(runs, tmp_path / "pack")
     for number, folder in enumerate((runs, tmp_path / "pack")):
@@ -174,6 +176,7 @@ def test_of_two_folders_with_one_config_the_one_with_ranks_is_packed(copied, tmp
     assert held["folder"].to_pylist() == ["frozen/seed-0", "popularity/seed-0", "popularity/seed-1"]
 
 
+@pytest.mark.slow
 def test_runs_without_ranks_are_packed_with_their_metrics_and_counted(runs, copied, tmp_path, capsys):
     for ranks in copied.rglob("ranks.parquet"):
         ranks.unlink()

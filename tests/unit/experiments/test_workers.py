@@ -10,6 +10,8 @@ import pytest
 from protofed.errors import ConfigError, MachineError, MissingExtra, ProtoFedError
 from protofed.experiments.workers import side_by_side
 
+pytestmark = pytest.mark.slow  # starts processes
+
 
 def squarer(folder):
     """A skill that notes who was taught it."""

@@ -303,6 +303,7 @@ def test_small_teacher_and_student_live_in_the_frozen_backbone_and_share_its_tab
     assert told["replayed_items"] > 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_last_epoch_counts")
 def test_without_replay_the_small_teacher_is_a_plain_lora_bit_for_bit():
     world, slice_ = small_world(), tiny_stream().slice_(1)
@@ -314,6 +315,7 @@ def test_without_replay_the_small_teacher_is_a_plain_lora_bit_for_bit():
     assert not same(learn_on(CCD(), world=world)[0].teacher.backbone, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_last_epoch_counts")
 def test_small_proxies_average_prompts_and_nothing_else():
     world = small_world()

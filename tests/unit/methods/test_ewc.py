@@ -97,6 +97,7 @@ def test_the_fisher_of_two_candidates_matches_the_formula_by_hand():
     assert (found[[0, 3]] == 0).all()
 
 
+@pytest.mark.slow
 def test_sampled_labels_follow_the_models_own_probabilities():
     model, examples = random_model(7), some_examples()
     n = 1_000

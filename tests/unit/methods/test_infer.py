@@ -237,6 +237,7 @@ def test_the_state_survives_packing_and_the_same_seed_gives_it_again():
     assert same(learn(method)[0], state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"estimate": "vanilla", "cosine": True}])
 def test_nothing_after_the_train_cut_gives_a_gradient_or_a_benefit_or_enters_the_buffer(options, monkeypatch):
     monkeypatch.setattr(training, "mean_grade", lambda *_: float("nan"))  # keeps the last epoch

@@ -262,6 +262,7 @@ def test_a_private_run_without_noise_or_target_is_refused_in_one_line(trust):
         METHOD.start(world)
 
 
+@pytest.mark.slow
 def test_the_log_counts_bytes_of_a_round_and_numbers_that_learn():
     world = world_of()
     before = METHOD.start(world)

@@ -118,6 +118,7 @@ def test_the_common_start_of_token_lists_by_hand():
     assert common_length([[1, 2, 9], [1, 2, 3], [1, 0]]) == 1
 
 
+@pytest.mark.slow
 def test_answers_of_several_tokens_are_told_apart_at_the_first_that_differs():
     """In bytes " Yes" and " No" share their space: the question then ends with it, and Y is held against N."""
     language = tiny(spelled=True)

@@ -116,6 +116,7 @@ def test_estimates_are_the_mean_over_tables_of_the_buckets_mean_and_mean_row_ite
     assert found[2].tolist() == [0.0] * 7
 
 
+@pytest.mark.slow
 def test_the_errors_are_those_of_the_weights_that_served_the_events():
     method, world, slice_ = ReLoop2(tables=2, bits=3), world_of(), tiny_stream().slice_(1)
     state, diagnostics = learn(method)

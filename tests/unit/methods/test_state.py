@@ -70,6 +70,7 @@ def test_a_packed_state_does_not_follow_later_changes():
     assert torch.equal(packed["state.inner.table"], before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_every_methods_scores_survive_packing_bit_for_bit(name):
     run = learned(name)

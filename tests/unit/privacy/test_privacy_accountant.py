@@ -39,6 +39,7 @@ def test_counting_a_release_n_times_equals_releasing_it_n_times(multiplier, rate
     assert epsilon(once, DELTA, accountant=accountant) == pytest.approx(epsilon(counted, DELTA, accountant=accountant))
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(multipliers, rates, counts)
 def test_more_noise_fewer_rounds_and_rarer_sampling_cost_less_and_rdp_never_less_than_pld(multiplier, rate, count):
@@ -128,6 +129,7 @@ def test_solved_noise_keeps_the_budget_and_a_ten_thousandth_less_does_not(target
     assert epsilon((Release(multiplier - 1e-4, rate, rounds),), DELTA) > target
 
 
+@pytest.mark.slow
 def test_what_is_spent_already_raises_the_noise_of_the_rest():
     spent = (Release(1.5, 0.05, 160, "popularity"),)
     multiplier = noise_for(3.4, DELTA, 0.05, 160, spent=spent)
@@ -135,11 +137,13 @@ def test_what_is_spent_already_raises_the_noise_of_the_rest():
     assert epsilon((*spent, Release(multiplier, 0.05, 160)), DELTA) <= 3.4
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_spent_is_refused():
     with pytest.raises(ConfigError, match="it is spent, or too small"):
         noise_for(1.0, DELTA, 0.05, 10, spent=(Release(0.8, 0.05, 200),))
 
 
+@pytest.mark.slow
 def test_uploads_stop_when_the_budget_is_spent():
     release = Release(1.1282, 0.05, 400)
     assert rounds_within(3.4, DELTA, release) == 160

@@ -20,6 +20,7 @@ def by_pair(found: dict) -> dict:
     return {(row["trust"], row["adversary"]): row for row in found["guarantees"]}
 
 
+@pytest.mark.slow
 def test_a_budget_gives_the_noise_by_both_accountants_and_epsilon_against_both_adversaries():
     found = answer("--target-epsilon", "3.4", "--delta", "1e-5", "--rate", "0.05", "--rounds", "160")
     assert round(found["noise_for_target"]["pld"], 3) == 1.128

@@ -264,6 +264,7 @@ def test_more_windows_of_a_user_than_a_round_allows_are_refused():
         private.sums(loss, batch, of(loss))
 
 
+@pytest.mark.slow
 def test_removing_one_user_moves_the_sum_by_at_most_the_radius_and_rounding(monkeypatch):
     in_chunks_of(monkeypatch, 16)
     private, loss = descent(sampling_rate=1.0), a_loss()

@@ -42,6 +42,7 @@ def built(runs: Path) -> str:
     return page.build(runs)[0]
 
 
+@pytest.mark.slow
 def test_the_same_runs_give_the_same_bytes(runs: Path, built: str) -> None:
     assert page.build(runs)[0] == built
 
@@ -140,6 +141,7 @@ def test_unfinished_runs_are_listed_and_not_counted(built: str) -> None:
     assert "<code>waiting</code> (toy, ewc, seed 0)" in built
 
 
+@pytest.mark.slow
 def test_the_first_lines_name_the_widths_of_the_backbones(built: str, tmp_path: Path) -> None:
     assert "data set, SASRec of width 64, seeds 0, 1:" in built
     for name, width in (("a", 256), ("b", 64), ("c", 64)):

@@ -35,6 +35,7 @@ def test_sorted_midpoints_are_the_barycenter_on_a_line():
     torch.testing.assert_close(found[:, 0].sort().values, ((a + b) / 2).double(), atol=5e-3, rtol=0)
 
 
+@pytest.mark.slow
 def test_the_barycenter_is_the_one_of_pot():
     ot = pytest.importorskip("ot", reason="POT is not installed")
     points, start = drawn(3, 6, 2), drawn(4, 2, seed=1)
