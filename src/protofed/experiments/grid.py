@@ -134,8 +134,8 @@ def tuned_in(*folders: Path, required: bool = True) -> Tuned:
     """What `protofed tune --out folder` found: of each METHOD/best.toml, the settings that the search was over.
 
     A log of its own has them in DATASET/METHOD/best.toml; what lies there goes before METHOD/best.toml, and one folder
-    before the next; what was tuned in another variant, or with noise where a cell has none, is passed over. A method
-    that is not tuned yet as a cell is refused, or where that is not `required` has no settings.
+    before the next; what was tuned in another variant, or with noise where a cell has none, or without, is passed over.
+    A method that is not tuned yet as a cell asks is refused, or where that is not `required` has no settings.
     """
     for folder in folders:
         if not folder.is_dir():
@@ -147,17 +147,18 @@ def tuned_in(*folders: Path, required: bool = True) -> Tuned:
             return {}
         own = Path(quote(dataset, safe=""), method, "best.toml")
         places = [folder / place for folder in folders for place in (own, Path(method, "best.toml"))]
-        found = [(place, *_best(place)) for place in places if place.is_file()]
-        asked = (method, variant, private)
-        values = next((values for _, config, values in found if _tuned_for(config) == asked), None)
-        if values is not None:
-            return {key: values[key] for key in space if key in values}
+        asked, others = (method, variant, private), []
+        for place in filter(Path.is_file, places):
+            config, values = _best(place)
+            if _tuned_for(config) == asked:
+                return {key: values[key] for key in space if key in values}
+            others.append((place, config))
         if not required:
             return None
-        if not found:
+        if not others:
             given = ", ".join(map(str, folders))
             raise ConfigError(f"--tuned {given} has no {method}/best.toml; tune {method} too, or leave it out")
-        place, config, _ = found[0]
+        place, config = others[0]
         was, wanted = _words(*_tuned_for(config)), _words(*asked)
         raise ConfigError(f"{place} was tuned for {was}, a cell is {wanted}; tune that into another folder")
 

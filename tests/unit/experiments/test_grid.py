@@ -407,6 +407,9 @@ def test_of_several_folders_the_first_that_was_tuned_as_the_cell_is_is_taken(tmp
     for order in (folders, folders[::-1]):
         found = cells(Grid(("synthetic",), ("ewc",), variants=(as_peft,)), settle, tuned_in(*order))
         assert [cell.config.hyper for cell in found] == ["strength = 0.3", "strength = 0.7"]
+    (tmp_path / "later" / "ewc").mkdir(parents=True)
+    (tmp_path / "later" / "ewc" / "best.toml").write_text("not = = toml", encoding="utf-8")
+    cells(Grid(("synthetic",), ("ewc",)), settle, tuned_in(folders[0], tmp_path / "later"))  # it is never asked
     (plain, other) = cells(
         Grid(("synthetic",), ("ewc",), variants=(as_peft,)), settle, tuned_in(folders[0], required=False)
     )
