@@ -132,6 +132,20 @@ def written_back(own: OwnRows, place: Int[Tensor, " P"], part: OwnRows) -> OwnRo
     return replace(own, rows=own.rows.index_copy(0, place, part.rows.to(own.rows)))
 
 
+def rows_to(own: OwnRows, device: torch.device) -> OwnRows:
+    """The same rows on another device."""
+    return OwnRows(own.clients.to(device), own.items.to(device), own.rows.to(device))
+
+
+def merge_rows(own: OwnRows, clients: Int[Tensor, " U"], part: OwnRows) -> OwnRows:
+    """The table in which these clients have the rows of `part`, whose clients are places in `clients`."""
+    stay = ~torch.isin(own.clients, clients)
+    whose = torch.cat([own.clients[stay], clients[part.clients]])
+    items, rows = torch.cat([own.items[stay], part.items]), torch.cat([own.rows[stay], part.rows.to(own.rows)])
+    order = (whose * SPAN + items).argsort()
+    return OwnRows(whose[order], items[order], rows[order])
+
+
 def with_met_items(
     own: OwnRows,
     model: SASRec,

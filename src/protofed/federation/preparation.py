@@ -4,6 +4,7 @@ All of it comes from the base block, whose events the privacy claim does not cov
 frozen except the prototypes. (The paper calls phi, g and a learnable and trains them nowhere.)
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from protofed.backbone.injection import rescale_like
 from protofed.backbone.losses import LOSSES, draw_negatives, window_losses
 from protofed.backbone.sasrec import SASRec
+from protofed.client.begin import query_means
 from protofed.client.codec import (
     Codec,
     CodecTraining,
@@ -25,31 +27,28 @@ from protofed.client.codec import (
     train_codec,
     train_query_encoder,
 )
-from protofed.client.drift import fit_gate, fit_kappa, literal_gate, observe
-from protofed.client.own_rows import OwnRows, met_boost, no_rows, own_embed, subset, with_met_items, written_back
-from protofed.client.prompts import PromptState
-from protofed.client.update import Brief, Broadcast, Lesson, LocalRule, client_update, cooled
+from protofed.client.drift import DriftState, fit_gate, fit_kappa, literal_gate, observe
+from protofed.client.lessons import CutsByKey, Lesson, own_windows, stack_size
+from protofed.client.memory import as_histories, events_between, events_until, learned_places
+from protofed.client.model import VARIANTS, Encoders, LocalRule, Model
+from protofed.client.own_rows import met_boost, no_rows, own_embed, with_met_items
+from protofed.client.state import (
+    DeviceState,
+    choose_variants,
+    new_devices,
+    remember,
+    select,
+    to_device,
+    with_fresh_moments,
+)
 from protofed.config import RunConfig
 from protofed.evaluation.ranking import ndcg, rank_of_positive
-from protofed.federation.acceptance import VARIANTS, remembered, validation_questions, variant_losses
-from protofed.federation.lessons import ClientData, brief_data, chunks, client_data, negatives_of, stack_size
-from protofed.federation.simulator import (
-    Encoders,
-    broadcast,
-    client_stack,
-    fresh_moments,
-    in_brief,
-    keep_stack,
-    on,
-    query_means,
-    rows_of_stack,
-    tastes,
-)
-from protofed.federation.table import ClientTable, drift_of, keep_drift, new_table
-from protofed.inference.online import Devices, forced, online_inference
-from protofed.privacy.draws import normal
+from protofed.federation.simulator import Schedule, Stack, put_stacks, step_stacks
+from protofed.inference.end import record_losses, validation_questions, variant_losses
+from protofed.inference.online import online_inference
+from protofed.privacy.draws import SeededDraws
 from protofed.progress import Progress
-from protofed.seeds import numpy_stream, stream
+from protofed.seeds import stream
 from protofed.server.library import PrototypeLibrary, check_cohort, default_prototypes, new_library
 from protofed.server.seeding import spherical_kmeans
 from protofed.server.separation import enforce_separation
@@ -68,206 +67,234 @@ class Prepared:
 
     encoders: Encoders
     library: PrototypeLibrary
-    table: ClientTable
-    rows: OwnRows
+    devices: DeviceState
     met_boost: float
     just_met: float
     prior: Float[
         Tensor, " V"
     ]  # the base users' mean loss of each variant, relative to nothing, times its weight in events
-    newest_target: int
+
+    def model(self, backbone: SASRec, rule: LocalRule, n_items: int) -> Model:
+        """What devices hold once the base block has been learned."""
+        codec, v = self.encoders.codec, self.library.v
+        return Model(
+            backbone, self.encoders, v, codec.decode(v), rule, n_items, self.prior, self.met_boost, self.just_met
+        )
 
 
 def prepare(config: RunConfig, base: TimeSlice, backbone: SASRec, rule: LocalRule, progress: Progress) -> Prepared:
     """Base users learn prompts and own rows on their devices; codec, query encoder, gate and prototypes come of it."""
     settings, device = config.protofed, backbone.items.device
-    data = base_data(config, base)
-    table, rows, boost = base_devices(config, base, backbone, data, rule, progress)
-    codec = fitted_codec(config, backbone, table, data)
-    g = fitted_query_encoder(config, backbone, codec, table, rows, data)
-    encoders = observed(config, base, backbone, codec, g, table, rows)
-    library = first_library(config, base.past.n_users, codec.encode(table.long[data.users].to(device)))
-    newest = int(data.windows.newest.max()) if len(data) else -1
-    started = Prepared(encoders, library, table, rows, boost, 0.0, torch.zeros(len(VARIANTS), device=device), newest)
+    devices, boost = teach_base_devices(config, base, backbone, rule, progress)
+    learned = devices.met.nonzero()[:, 0]
+    prompts = devices.prompts.long[learned].to(device)
+    windows = base_windows(config, select(devices, learned))
+    codec = fit_codec(config, backbone, prompts, windows)
+    g = fit_query_encoder(config, backbone, codec.encode(prompts), to_device(select(devices, learned), device), windows)
+    drift, encoders = observe_base_drift(config, base, backbone, codec, g, devices)
+    devices = replace(devices, drift=drift)
+    library = first_library(config, base.past.n_users, codec.encode(prompts))
+    prior = torch.zeros(len(VARIANTS), device=device)
+    made = Prepared(encoders, library, devices, boost, 0.0, prior)
     if settings.at_once and rule.use_rows:
-        started = replace(started, just_met=fitted_just_met(config, base, backbone, rule, started))
-    return started if "acceptance" in settings.ablate else with_prior(config, base, backbone, rule, started)
+        made = replace(made, just_met=fit_just_met(base, made.model(backbone, rule, base.n_train_items), devices))
+    made = made if "acceptance" in settings.ablate else with_prior(config, base, backbone, rule, made)
+    use_prompt, use_rows = choose_variants(made.devices.losses, made.prior, rule.allowed)
+    return replace(made, devices=replace(made.devices, use_prompt=use_prompt, use_rows=use_rows))
 
 
-def base_data(config: RunConfig, base: TimeSlice) -> ClientData:
-    """The newest windows of every base user, with a context that may be shorter than the backbone's."""
+def base_devices(config: RunConfig, base: TimeSlice, device: torch.device) -> DeviceState:
+    """A device for every user of the base block, with the train part in its memory and one common first prompt."""
+    shape = (config.backbone.prompt_length, config.backbone.width)
+    keys = torch.from_numpy(base.user_keys)
+    state = new_devices(keys, *shape, config.protofed.embedding, device=device)
+    past, everybody = base.past, torch.arange(len(state))
+    until = events_until(past, base.bounds[-1].train_end)
+    state = remember(state, events_between(past, everybody, torch.zeros_like(until), until))
+    first = FIRST_STD * SeededDraws(config.seed).normal("first prompt", torch.zeros_like(keys[:1]), 0, shape)
+    met = (until > 0).to(device)
+    long = torch.where(met[:, None, None], first.to(state.prompts.long), state.prompts.long)
+    return replace(state, prompts=replace(state.prompts, long=long), met=met)
+
+
+def base_windows(config: RunConfig, devices: DeviceState) -> Windows:
+    """The newest windows of each base user, with a context that may be shorter than the backbone's."""
     length = min(config.protofed.base_history or config.backbone.history_length, config.backbone.history_length)
-    return client_data(
-        base.past,
-        base.train_positions,
-        length=length,
-        stride=min(config.training.stride, max(1, length - 1)),
-        rng=numpy_stream(config.seed, "base windows"),
-        newest=config.protofed.base_windows,
-    )
+    stride = min(config.training.stride, max(1, length - 1))
+    return newest_windows(config, devices, "base windows", length, stride, config.protofed.base_windows)
 
 
-def base_brief(config: RunConfig, base: TimeSlice, data: ClientData) -> ClientData | None:
-    """About as many newest events of every base user as `base_data` has, with the context that prompts learn beside."""
-    settings, stride = config.protofed, config.training.stride
-    length = settings.prompt_history
-    return brief_data(
-        data,
-        base.past,
-        base.train_positions,
-        length=length,
-        rng=numpy_stream(config.seed, "brief base windows"),
-        newest=-(-settings.base_windows * stride // max(1, length - 1)),
-    )
+def brief_base_windows(config: RunConfig, devices: DeviceState) -> Windows | None:
+    """About as many newest events of each base user, with the context that prompts learn beside; None for none."""
+    settings, length = config.protofed, config.protofed.prompt_history
+    if not length:
+        return None
+    stride = max(1, length - 1)
+    newest = -(-settings.base_windows * config.training.stride // stride)
+    return newest_windows(config, devices, "brief base windows", length, stride, newest)
 
 
-def base_devices(
-    config: RunConfig, base: TimeSlice, backbone: SASRec, data: ClientData, rule: LocalRule, progress: Progress
-) -> tuple[ClientTable, OwnRows, float]:
-    """Every base user's long prompt and own rows after some local steps from one common prompt, and the rows' boost."""
-    settings, shape = config.protofed, (config.backbone.prompt_length, config.backbone.width)
-    device = backbone.items.device
-    where_kept = device if settings.table == "device" else torch.device("cpu")
-    table = new_table(base.past.n_users, *shape, settings.embedding, device=where_kept)
-    one = torch.zeros(1, dtype=torch.int64)
-    table.long[data.users.to(where_kept)] = FIRST_STD * normal(config.seed, "first prompt", one, 0, shape).to(
-        table.long
-    )
-    table.met[data.users.to(where_kept)] = True
-    own = no_rows(shape[1], device=where_kept)
+def newest_windows(
+    config: RunConfig, devices: DeviceState, purpose: str, length: int, stride: int, newest: int
+) -> Windows:
+    """So many of the newest windows over all that each device remembers."""
+    past = as_histories(devices.memory, row_order=config.stream.row_order_history)
+    cuts = CutsByKey(SeededDraws(config.seed), purpose, devices.users, 0)
+    every = np.arange(len(devices.memory.items))
+    return trimmed(own_windows(past, every, cuts, length=length, stride=stride, newest=newest))
+
+
+def teach_base_devices(
+    config: RunConfig, base: TimeSlice, backbone: SASRec, rule: LocalRule, progress: Progress
+) -> tuple[DeviceState, float]:
+    """Every base user's device after some local steps from one common prompt, and what rows gained by them."""
+    settings, at = config.protofed, backbone.items.device
+    devices = base_devices(config, base, at if settings.table == "device" else torch.device("cpu"))
+    learners = devices.met.nonzero()[:, 0].cpu()
     if rule.use_rows:
-        own = with_met_items(own, backbone, base.past, base.bounds[-1].train_end, data.users)
-    alone = LocalRule(
-        loss=rule.loss,
-        eta_l=rule.eta_l,
-        eta_r=rule.eta_r,
-        use_rows=rule.use_rows,
-        use_short=False,
-        use_prototypes=False,
-        align=False,
-        bf16=rule.bf16,
-    )
-    rows, place = subset(own, data.users.to(own.clients.device))
-    moments = fresh_moments(table, data, rows)
-    shared = nobody_yet(backbone, *shape, settings.embedding)
-    brief = base_brief(config, base, data)
-    size = stack_size(settings.chunk, backbone.items)
-    briefs = in_brief(brief, -(-len(data) // size), size)
+        past = as_histories(devices.memory, row_order=config.stream.row_order_history)
+        devices = replace(devices, rows=with_met_items(devices.rows, backbone, past, len(past), learners))
+    model = nobody_yet(config, backbone, rule, base.n_train_items)
+    stacks = list(base_stacks(config, model, devices, learners))
+    schedule = Schedule(0, settings.base_steps, 0, 0, config.privacy.sampling_rate, settings.chunk, config.seed)
     for step in range(settings.base_steps):
-
-        def draw(windows: Windows, step: int = step) -> Int[Tensor, "W n"]:
-            return negatives_of(windows, config.training.negatives, base.n_train_items, seed=config.seed, step=step)
-
-        for (where, windows), short in zip(chunks(data, size, device), briefs, strict=True):
-            n = where.stop - where.start
-            lesson = Lesson(windows, shared.v.expand(n, -1), *torch.zeros(2, n, device=device))
-            state = client_stack(table, data, rows, moments, where, device)
-            told = None if short is None else Brief(moved(short, device), draw(short).to(device))
-            state, _ = client_update(
-                shared, state, lesson, draw(windows), cooled(alone, step, settings.base_steps), told
-            )
-            keep_stack(table, data, rows, moments, where, state)
+        stacks, _ = step_stacks(model, stacks, schedule, step)
         progress("base devices", step + 1, settings.base_steps, "")
-    learned = written_back(own, place, rows)
-    taste = torch.zeros(len(table), shape[1], device=where_kept)
-    taste[data.users.to(where_kept)] = tastes(backbone, own, data, settings.chunk).to(taste)
-    return table, learned, settings.met_boost * met_boost(own, learned, taste)
+    learned = put_stacks(devices, stacks)
+    boost = settings.met_boost * met_boost(devices.rows, learned.rows, learned.taste)
+    return replace(learned, active=torch.zeros_like(learned.active)), boost
 
 
-def nobody_yet(backbone: SASRec, prompt_length: int, d: int, d_z: int) -> Broadcast:
-    """A broadcast before there are prototypes: one that nobody is routed to."""
-    codec = random_linear_codec(prompt_length, d, stream(0, "nobody"), d_z=d_z).to(backbone.items.device)
-    v = torch.zeros(1, d_z, device=backbone.items.device)
+def base_stacks(config: RunConfig, model: Model, devices: DeviceState, learners: Int[Tensor, " n"]) -> Iterator[Stack]:
+    """The base users' devices with their lessons: no query, no gate, no pull, for there are no prototypes yet."""
+    at = model.v.device
+    for places in learners.split(stack_size(config.protofed.chunk, model.backbone.items)):
+        state = to_device(select(devices, places), at)
+        windows, n = base_windows(config, state), len(state)
+        taste = query_means(model.backbone, None, state.rows, moved(windows, at), n)
+        begun = with_fresh_moments(replace(state, taste=taste, active=torch.ones_like(state.active)))
+        nothing = torch.zeros(n, device=at)
+        brief = brief_base_windows(config, state)
+        lesson = Lesson(windows, model.v.expand(n, -1), nothing, nothing, brief=brief)
+        yield Stack(places, to_device(begun, devices.device), lesson)
+
+
+def nobody_yet(config: RunConfig, backbone: SASRec, rule: LocalRule, n_items: int) -> Model:
+    """The model of base users' devices: without prototypes, encoders or a pull, prompts and rows learn alone."""
+    shape, d_z, at = (config.backbone.prompt_length, config.backbone.width), config.protofed.embedding, backbone.items
+    codec = random_linear_codec(*shape, stream(0, "nobody"), d_z=d_z).to(at.device)
+    g = QueryEncoder(shape[1], stream(0, "nobody"), d_z=d_z).to(at.device).requires_grad_(False)
+    v = torch.zeros(1, d_z, device=at.device)
     v[:, 0] = 1.0
-    return broadcast(backbone, codec, v)
+    alone = LocalRule(
+        loss=rule.loss, eta_l=rule.eta_l, eta_r=rule.eta_r, use_rows=rule.use_rows, use_short=False,
+        use_prototypes=False, align=False, bf16=rule.bf16, steps=config.protofed.base_steps, negatives=rule.negatives,
+    )  # fmt: skip
+    encoders = Encoders(codec, g, literal_gate(), 0.0)
+    prior = torch.zeros(len(VARIANTS), device=at.device)
+    return Model(backbone, encoders, v, codec.decode(v), alone, n_items, prior)
 
 
-def fitted_codec(config: RunConfig, backbone: SASRec, table: ClientTable, data: ClientData) -> Codec:
+def fit_codec(config: RunConfig, backbone: SASRec, prompts: Float[Tensor, "n L_p d"], windows: Windows) -> Codec:
     """phi and Dec on the base users' prompts: linear by principal directions, or the paper's MLP."""
     settings, device = config.protofed, backbone.items.device
-    prompts = table.long[data.users.to(table.device)].to(device)
     kind = settings.codec
     if kind == "auto":
-        kind = "linear" if len(data) < LINEAR_BELOW else "mlp"
+        kind = "linear" if len(prompts) < LINEAR_BELOW else "mlp"
     rng = stream(config.seed, "codec")
     if kind == "linear" or len(prompts) < 2:
         return pca_codec(prompts, rng, d_z=settings.embedding).to(device)
     codec = MlpCodec(prompts.shape[1], prompts.shape[2], rng, d_z=settings.embedding).to(device)
-    return train_codec(codec, prompts, rng, how=CodecTraining(), rec_loss=recommending(config, backbone, data))[0]
+    return train_codec(codec, prompts, rng, how=CodecTraining(), rec_loss=recommending(config, backbone, windows))[0]
 
 
-def recommending(config: RunConfig, backbone: SASRec, data: ClientData) -> RecLoss:
+def newest_of(windows: Windows) -> Windows:
+    """Each user's newest window; windows are sorted by user and age."""
+    last = torch.cat([windows.users.diff() != 0, torch.ones_like(windows.users[:1], dtype=torch.bool)])
+    return take(windows, last.nonzero()[:, 0])
+
+
+def recommending(config: RunConfig, backbone: SASRec, windows: Windows) -> RecLoss:
     """The recommendation loss of decoded prompts on the newest window of the base users they stand for."""
-    device, rng = backbone.items.device, stream(config.seed, "codec negatives")
-    newest = data.starts[1:] - 1
+    device, rng, newest = backbone.items.device, stream(config.seed, "codec negatives"), newest_of(windows)
 
     def rec_loss(decoded: Tensor, batch: Tensor) -> Tensor:
-        windows = moved(trimmed(take(data.windows, newest[batch.cpu()])), device)
-        drawn = draw_negatives(len(windows), config.training.negatives, backbone.n_rows, rng).to(device)
+        chosen = moved(trimmed(take(newest, batch.cpu())), device)
+        drawn = draw_negatives(len(chosen), config.training.negatives, backbone.n_rows, rng).to(device)
         prompt = rescale_like(decoded, backbone.input_norm())
-        sums, counts = window_losses(backbone, windows, drawn, LOSSES[config.training.loss], prompt)
+        sums, counts = window_losses(backbone, chosen, drawn, LOSSES[config.training.loss], prompt)
         return sums.sum() / counts.sum().clamp(min=1)
 
     return rec_loss
 
 
 @torch.no_grad()
-def newest_hidden(config: RunConfig, backbone: SASRec, rows: OwnRows, data: ClientData) -> Float[Tensor, "A d"]:
+def newest_hidden(config: RunConfig, backbone: SASRec, devices: DeviceState, windows: Windows) -> Float[Tensor, "A d"]:
     """The backbone's hidden state at the newest query of every base user."""
-    parts = []
-    active, _ = subset(rows, data.users.to(rows.clients.device))
-    device = backbone.items.device
-    for where, windows in chunks(data, stack_size(config.protofed.chunk, backbone.items), device):
-        last = torch.cat([windows.users.diff() != 0, torch.ones_like(windows.users[:1], dtype=torch.bool)])
-        newest = take(windows, last.nonzero()[:, 0])
-        own, _ = rows_of_stack(active, where)
-        embed = own_embed(on(own, backbone.items.device), newest.users, backbone.embed)
-        parts.append(backbone.last_hidden(newest.tokens, None, embed))
-    return torch.cat([torch.zeros(0, config.backbone.width, device=backbone.items.device), *parts])
+    newest, device = newest_of(windows), backbone.items.device
+    parts = [torch.zeros(0, config.backbone.width, device=device)]
+    for places in torch.arange(len(newest)).split(stack_size(config.protofed.chunk, backbone.items)):
+        some = moved(trimmed(take(newest, places)), device)
+        parts.append(backbone.last_hidden(some.tokens, None, own_embed(devices.rows, some.users, backbone.embed)))
+    return torch.cat(parts)
 
 
-def fitted_query_encoder(
-    config: RunConfig, backbone: SASRec, codec: Codec, table: ClientTable, rows: OwnRows, data: ClientData
+def fit_query_encoder(
+    config: RunConfig, backbone: SASRec, z: Float[Tensor, "n d_z"], devices: DeviceState, windows: Windows
 ) -> QueryEncoder:
     """g, trained to send a base user's newest query near the user's own prompt."""
     device, rng = backbone.items.device, stream(config.seed, "query encoder")
     g = QueryEncoder(config.backbone.width, rng, d_z=config.protofed.embedding).to(device)
-    if len(data) < 2:
+    if len(devices) < 2:
         return g.requires_grad_(False)
-    z = codec.encode(table.long[data.users.to(table.device)].to(device))
-    return train_query_encoder(g, newest_hidden(config, backbone, rows, data), z, rng, how=CodecTraining())[0]
+    hidden = newest_hidden(config, backbone, devices, windows)
+    return train_query_encoder(g, hidden, z, rng, how=CodecTraining())[0]
 
 
-def observed(
-    config: RunConfig,
-    base: TimeSlice,
-    backbone: SASRec,
-    codec: Codec,
-    g: QueryEncoder,
-    table: ClientTable,
-    rows: OwnRows,
-) -> Encoders:
-    """The encoders with a gate and kappa fitted to how base users' queries drift between eight parts of the block."""
-    device = backbone.items.device
-    for part in np.array_split(base.train_positions, PERIODS):
-        data = client_data(
-            base.past,
-            part,
-            length=config.backbone.history_length,
-            stride=config.training.stride,
-            rng=numpy_stream(config.seed, "base periods"),
-        )
-        active, _ = subset(rows, data.users.to(rows.clients.device))
-        for where, windows in chunks(data, stack_size(config.protofed.chunk, backbone.items), device):
-            users = data.users[where]
-            own, _ = rows_of_stack(active, where)
-            h = query_means(backbone, g, on(own, device), windows, len(users))
-            keep_drift(table, users, observe(drift_of(table, users, device), h))
-    everybody = drift_of(table, torch.arange(len(table)), device)
-    moving = everybody.periods > 1
-    gate = literal_gate() if config.protofed.mode == "literal" else fit_gate(everybody.drift[moving])
+def observe_base_drift(
+    config: RunConfig, base: TimeSlice, backbone: SASRec, codec: Codec, g: QueryEncoder, devices: DeviceState
+) -> tuple[DriftState, Encoders]:
+    """How base users' queries drift between eight parts of the block, and encoders whose gate and kappa fit that."""
+    device, drift = backbone.items.device, devices.drift
+    for period, part in enumerate(np.array_split(base.train_positions, PERIODS)):
+        if not len(part):
+            continue
+        for places in active_between(base, part).split(stack_size(config.protofed.chunk, backbone.items)):
+            state = to_device(select(devices, places), device)
+            windows = period_windows(config, base, state, places, part, period)
+            h = query_means(backbone, g, state.rows, moved(windows, device), len(state))
+            drift = observe_some(drift, places, h)
+    moving = drift.periods > 1
+    gate = literal_gate() if config.protofed.mode == "literal" else fit_gate(drift.drift[moving])
     gate = type(gate)(*(getattr(gate, name).to(device) for name in ("centre", "spread", "slope", "bias")))
-    return Encoders(codec, g, gate, fit_kappa(everybody.mean_drift[moving]))
+    return drift, Encoders(codec, g, gate, fit_kappa(drift.mean_drift[moving]))
+
+
+def active_between(base: TimeSlice, part: np.ndarray) -> Int[Tensor, " n"]:
+    """Who has an event at these log positions."""
+    return torch.from_numpy(np.unique(base.past.users[part]).astype(np.int64))
+
+
+def period_windows(
+    config: RunConfig, base: TimeSlice, state: DeviceState, places: Int[Tensor, " n"], part: np.ndarray, period: int
+) -> Windows:
+    """The windows of these devices over what they did in one part of the base block."""
+    past = as_histories(state.memory, row_order=config.stream.row_order_history)
+    first, end = (events_until(base.past, int(edge))[places] for edge in (part[0], part[-1] + 1))
+    later = learned_places(state.memory, end)
+    targets = np.setdiff1d(learned_places(state.memory, first), later, assume_unique=True)
+    cuts = CutsByKey(SeededDraws(config.seed), "base periods", state.users, period)
+    length, stride = config.backbone.history_length, config.training.stride
+    return trimmed(own_windows(past, targets, cuts, length=length, stride=stride))
+
+
+def observe_some(drift: DriftState, places: Int[Tensor, " n"], h: Float[Tensor, "n d_z"]) -> DriftState:
+    """The drift of all devices after one more period of some of them."""
+    at = places.to(drift.mean.device)
+    columns = (drift.mean, drift.step, drift.total, drift.periods)
+    after = observe(DriftState(*(column[at] for column in columns)), h.to(drift.mean))
+    news = (after.mean, after.step, after.total, after.periods)
+    return DriftState(*(column.index_copy(0, at, new) for column, new in zip(columns, news, strict=True)))
 
 
 def first_library(config: RunConfig, n_clients: int, z: Float[Tensor, "n d_z"]) -> PrototypeLibrary:
@@ -282,48 +309,36 @@ def first_library(config: RunConfig, n_clients: int, z: Float[Tensor, "n d_z"]) 
     return new_library(v, max(rate * n_clients / k, 1.0))
 
 
-def with_prior(config: RunConfig, base: TimeSlice, backbone: SASRec, rule: LocalRule, start: Prepared) -> Prepared:
+def with_prior(config: RunConfig, base: TimeSlice, backbone: SASRec, rule: LocalRule, made: Prepared) -> Prepared:
     """The same with what the base block's validation events say about prompts and own rows, by user and in the mean."""
-    shared = broadcast(backbone, start.encoders.codec, start.library.v)
-    devices = everybody_uses(start.table, start.rows, backbone.items.device, start.just_met)
-    encoders = start.encoders
-    losses, users = variant_losses(
-        shared, encoders.g, encoders.gate, rule, devices, base, config.backbone.history_length
-    )
+    model, at = made.model(backbone, rule, base.n_train_items), backbone.items.device
+    validation = validation_questions(base, config.backbone.history_length, at)
+    losses, users = variant_losses(model, to_device(made.devices, at), validation)
     if not len(losses):
-        return start
-    at = start.table.device
-    start.table.losses.copy_(remembered(start.table.losses, losses.to(at), users.to(at)))
+        return made
+    kept = made.devices.losses
+    evidence = record_losses(kept, losses.to(kept.device), users.to(kept.device))
     prior = config.protofed.acceptance_prior * torch.nan_to_num(losses - losses[:, :1]).mean(0)
-    return replace(start, prior=prior)
+    return replace(made, prior=prior, devices=replace(made.devices, losses=evidence))
 
 
 @torch.no_grad()
-def fitted_just_met(config: RunConfig, base: TimeSlice, backbone: SASRec, rule: LocalRule, start: Prepared) -> float:
+def fit_just_met(base: TimeSlice, model: Model, devices: DeviceState) -> float:
     """What having met an item is worth where there is no row for it: the strength with the best validation NDCG@10.
 
     Asked of the base block's validation events, as if nobody had a row or a prompt: all repeats among them tell, and
     not only those of items met since the train part. Among all items, because sampled candidates hardly ever hold
     something else that was met, and would like it as strong as can be. Two passes tell all: scores are linear in it.
     """
-    shared = broadcast(backbone, start.encoders.codec, start.library.v)
-    strengths = torch.tensor(STRENGTHS, device=backbone.items.device)
-    nobodys = no_rows(config.backbone.width, device=strengths.device)
-    counted = forced(everybody_uses(start.table, nobodys, strengths.device, 1.0), prompt=False, rows=True)
+    at = model.v.device
+    strengths = torch.tensor(STRENGTHS, device=at)
+    nobodys = replace(to_device(devices, at), rows=no_rows(model.backbone.config.width, device=at))
     worth = torch.zeros(len(STRENGTHS), dtype=torch.float64)
-    for queries, positives, _ in validation_questions(base, config.backbone.history_length, strengths.device):
+    for asked in validation_questions(base, model.backbone.config.history_length, at):
         bare, met = (
-            online_inference(shared, start.encoders.g, start.encoders.gate, rule, replace(counted, just_met=b), queries)
+            online_inference(replace(model, just_met=b), nobodys, asked.queries, variant=(False, True))
             for b in (0.0, 1.0)
         )
-        ranks = (rank_of_positive(bare + b * (met - bare), positives) for b in strengths)
+        ranks = (rank_of_positive(bare + b * (met - bare), asked.positives) for b in strengths)
         worth += torch.stack([ndcg(rank, 10).sum() for rank in ranks]).cpu()
     return STRENGTHS[int(worth.argmax())]
-
-
-def everybody_uses(table: ClientTable, rows: OwnRows, device: torch.device, just_met: float) -> Devices:
-    """The table as ranking reads it, with everything switched on."""
-    everybody = torch.ones(len(table), dtype=torch.bool, device=device)
-    drift: Tensor = table.step.to(device).norm(dim=-1)
-    prompts = PromptState(table.long.to(device), table.short.to(device))
-    return Devices(prompts, drift, table.met.to(device), on(rows, device), everybody, everybody, True, True, just_met)

@@ -19,9 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from protofed.backbone.losses import ElementLoss, window_losses
 from protofed.backbone.sasrec import Embed, SASRec
+from protofed.client.lessons import ClientData, negatives_of
 from protofed.client.own_rows import SPAN
 from protofed.client.steps import AdamWState, adamw_start, adamw_step
-from protofed.federation.lessons import ClientData, negatives_of
 from protofed.slices.windows import NO_TARGET, Windows, take
 
 PROMPT = "soft prompt"  # its name in a layout; every other name is a weight of the backbone
@@ -63,7 +63,7 @@ class Stack:
     """What U clients train."""
 
     dense: Float[Tensor, "U D"]
-    rows: Float[Tensor, "P d"]  # of the pairs of a `Lesson`; none where the item table does not train
+    rows: Float[Tensor, "P d"]  # of the pairs of `PairedWindows`; none where the item table does not train
 
 
 Losses = Callable[[Stack, int], Float[Tensor, " U"]]  # each client's own loss at a step
@@ -81,8 +81,8 @@ class LocalSteps:
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
-    """What a stack of clients learns from. Items of windows and negatives are numbered by their pair."""
+class PairedWindows:
+    """What a stack of clients learns from, items of windows and negatives numbered by their (client, item) pair."""
 
     windows: Windows  # users numbered 0 .. U - 1
     negatives: Int[Tensor, "S W n"]  # of each step
@@ -104,7 +104,7 @@ def drawn(windows: Windows, steps: int, n: int, n_items: int, *, seed: int, key:
     return torch.stack(each) if each else torch.zeros(0, len(windows), n, dtype=torch.int64)
 
 
-def lesson_of(windows: Windows, negatives: Int[Tensor, "S W n"], n_clients: int) -> Lesson:
+def pair_items(windows: Windows, negatives: Int[Tensor, "S W n"], n_clients: int) -> PairedWindows:
     """The windows with every item replaced by the place of its (client, item) pair; BOS and padding stay."""
     columns = (windows.tokens, windows.targets, negatives)
     codes = [windows.users[:, None] * SPAN + column for column in columns]
@@ -113,7 +113,9 @@ def lesson_of(windows: Windows, negatives: Int[Tensor, "S W n"], n_clients: int)
         torch.where(column >= 0, torch.searchsorted(keys, code.contiguous()), column)
         for code, column in zip(codes, columns, strict=True)
     )
-    return Lesson(replace(windows, tokens=tokens, targets=targets), numbered, keys // SPAN, keys % SPAN, n_clients)
+    return PairedWindows(
+        replace(windows, tokens=tokens, targets=targets), numbered, keys // SPAN, keys % SPAN, n_clients
+    )
 
 
 def stacked_losses(
@@ -284,7 +286,7 @@ class Deltas:
     n_rows: int
 
 
-def deltas_of(start: Stack, end: Stack, lesson: Lesson, n_rows: int) -> Deltas:
+def deltas_of(start: Stack, end: Stack, lesson: PairedWindows, n_rows: int) -> Deltas:
     """How far each client moved; a pair whose row did not train (or lies beyond the table) did not."""
     rows = end.rows - start.rows
     inside = lesson.items[: len(rows)] < n_rows

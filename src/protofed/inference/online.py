@@ -1,99 +1,80 @@
 """Algorithm 3, OnlineInference: route the query, compose the prompt, rank with the frozen backbone."""
 
-from dataclasses import dataclass, replace
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from protofed.client.codec import QueryEncoder, unit
-from protofed.client.drift import Gate, drift_gate
-from protofed.client.own_rows import OwnRows, own_embed, with_just_met, with_own_scores
+from protofed.client.codec import unit
+from protofed.client.drift import drift_gate
+from protofed.client.model import Model
+from protofed.client.own_rows import own_embed, with_just_met, with_own_scores
 from protofed.client.prompts import PromptState, mixture
-from protofed.client.router import route
-from protofed.client.update import Broadcast, LocalRule, composed
+from protofed.client.state import DeviceState, choose_variants
+from protofed.client.update import compose_prompt, route_queries
 from protofed.slices.histories import Queries
 
-
-@dataclass(frozen=True, slots=True)
-class Devices:
-    """The memory of users 0 .. N - 1 as a ranking needs it; a user beyond N, or not met, has none."""
-
-    prompts: PromptState
-    drift: Float[Tensor, " N"]  # length of the last movement of each user's queries
-    met: Bool[Tensor, " N"]
-    rows: OwnRows
-    use_prompt: Bool[Tensor, " N"]
-    use_rows: Bool[Tensor, " N"]
-    newcomers_use_prompt: bool  # what a user without a memory does
-    newcomers_use_rows: bool = True  # the same for items it has just met
-    just_met: float = 0.0  # what having met an item adds before its row is learned; 0: nothing
+Variant = tuple[bool, bool]  # whether prompts are used, and own rows
 
 
 def online_inference(
-    shared: Broadcast, g: QueryEncoder, gate: Gate, rule: LocalRule, devices: Devices, queries: Queries
+    model: Model, state: DeviceState, queries: Queries, *, variant: Variant | None = None
 ) -> Float[Tensor, "B I"]:
     """A score for every available item, for each query; nothing is learned from it. Algorithm 3, alg:inference.
 
-    The paper's listing returns before it learns from feedback, and learning earlier would use the answer it is asked
-    for: ranking and `learn_from_feedback` are two calls here.
+    A query's user is a place in the stack; one beyond its end, or not met, has no memory and does what the base users'
+    verdict advises. A `variant` overrides every choice. The paper's listing returns before it learns from feedback, and
+    learning earlier would use the answer it is asked for: ranking and `learn_from_feedback` are two calls here.
     """
-    users, known, at = queries.users, *places(devices, queries.users)
-    embed = own_embed(devices.rows, users, shared.backbone.embed, _by_user(devices.use_rows, users))
-    hidden = shared.backbone.last_hidden(queries.tokens, None, embed)
-    prompted = torch.where(known, devices.use_prompt[at], devices.newcomers_use_prompt)
-    if bool(prompted.any()):
-        prompt = query_prompt(shared, g(hidden), gate, rule, devices, known, at)
-        with_prompt = shared.backbone.last_hidden(queries.tokens, prompt, embed)
-        hidden = torch.where(prompted[:, None], with_prompt, hidden)
-    scores = shared.backbone.scores(hidden, queries.n_items)
-    if devices.just_met:
-        counting = torch.where(known, devices.use_rows[at], devices.newcomers_use_rows)
-        scores = with_just_met(scores, hidden, devices.rows, queries, devices.just_met, counting)
-    return with_own_scores(scores, hidden, devices.rows, users, _by_user(devices.use_rows, users), queries)
+    users, known, at = queries.users, *memory_places(state, queries.users)
+    with_prompt, with_rows = choices(model, state, known, at, variant)
+    owners = own_choices(state, users, variant)
+    embed = own_embed(state.rows, users, model.backbone.embed, owners)
+    hidden = model.backbone.last_hidden(queries.tokens, None, embed)
+    if bool(with_prompt.any()):
+        prompt = query_prompt(model, state, model.encoders.g(hidden), known, at)
+        prompted = model.backbone.last_hidden(queries.tokens, prompt, embed)
+        hidden = torch.where(with_prompt[:, None], prompted, hidden)
+    scores = model.backbone.scores(hidden, queries.n_items)
+    if model.just_met:
+        scores = with_just_met(scores, hidden, state.rows, queries, model.just_met, with_rows)
+    return with_own_scores(scores, hidden, state.rows, users, owners, queries)
 
 
-def places(devices: Devices, users: Int[Tensor, " B"]) -> tuple[Bool[Tensor, " B"], Int[Tensor, " B"]]:
-    """Who has a memory, and a valid place in it for everybody."""
-    inside = users < len(devices.met)
+def memory_places(state: DeviceState, users: Int[Tensor, " B"]) -> tuple[Bool[Tensor, " B"], Int[Tensor, " B"]]:
+    """Who has a memory, and a valid place in the stack for everybody."""
+    inside = users < len(state)
     at = torch.where(inside, users, torch.zeros_like(users))
-    return inside & devices.met[at], at
+    return inside & state.met[at], at
 
 
-def _by_user(chosen: Bool[Tensor, " N"], users: Int[Tensor, " B"]) -> Bool[Tensor, " n"]:
-    """The choice by user id, long enough for every user of the batch."""
+def choices(
+    model: Model, state: DeviceState, known: Bool[Tensor, " B"], at: Int[Tensor, " B"], variant: Variant | None
+) -> tuple[Bool[Tensor, " B"], Bool[Tensor, " B"]]:
+    """Whether each query uses a prompt, and rows of its own."""
+    if variant is not None:
+        return torch.full_like(known, variant[0]), torch.full_like(known, variant[1])
+    nobody = torch.zeros_like(model.prior)[None]
+    prompt, rows = choose_variants(nobody, model.prior, model.rule.allowed)
+    return torch.where(known, state.use_prompt[at], prompt), torch.where(known, state.use_rows[at], rows)
+
+
+def own_choices(state: DeviceState, users: Int[Tensor, " B"], variant: Variant | None) -> Bool[Tensor, " n"]:
+    """Who of the stack reads its own rows, long enough for every user of the queries."""
+    chosen = state.use_rows if variant is None else torch.full_like(state.use_rows, variant[1])
     missing = int(users.max()) + 1 - len(chosen) if len(users) else 0
     return torch.nn.functional.pad(chosen, (0, missing)) if missing > 0 else chosen
 
 
 def query_prompt(
-    shared: Broadcast,
-    h: Float[Tensor, "B d_z"],
-    gate: Gate,
-    rule: LocalRule,
-    devices: Devices,
-    known: Bool[Tensor, " B"],
-    at: Int[Tensor, " B"],
+    model: Model, state: DeviceState, h: Float[Tensor, "B d_z"], known: Bool[Tensor, " B"], at: Int[Tensor, " B"]
 ) -> Float[Tensor, "B L_p d"]:
     """The composed prompt of each query; a user without a memory starts at its routed prototypes, without drift."""
-    chosen, weights = route(h, shared.v, top_m=rule.top_m, temperature=rule.temperature)
-    first = shared.codec.decode(unit(mixture(shared.v, chosen, weights)))
+    routing = route_queries(model, h, model.rule)
+    first = model.encoders.codec.decode(unit(mixture(model.v, routing.chosen, routing.weights)))
     here = known[:, None, None]
     prompts = PromptState(
-        torch.where(here, devices.prompts.long[at], first),
-        torch.where(here, devices.prompts.short[at], torch.zeros_like(first)),
+        torch.where(here, state.prompts.long[at], first),
+        torch.where(here, state.prompts.short[at], torch.zeros_like(first)),
     )
-    drift = torch.where(known, devices.drift[at], torch.zeros_like(h[:, 0]))
-    return composed(shared, prompts, h, drift_gate(drift, gate), rule)
-
-
-def forced(devices: Devices, *, prompt: bool, rows: bool) -> Devices:
-    """The same devices, all using their prompt (or not) and their own rows (or not)."""
-    everybody = torch.ones_like(devices.met)
-    return replace(
-        devices,
-        use_prompt=everybody & prompt,
-        use_rows=everybody & rows,
-        newcomers_use_prompt=prompt,
-        newcomers_use_rows=rows,
-    )
+    drift = torch.where(known, state.drift.drift[at], torch.zeros_like(h[:, 0]))
+    return compose_prompt(model, prompts, routing, drift_gate(drift, model.encoders.gate), model.rule)

@@ -2,12 +2,10 @@
 
 from dataclasses import replace
 
-from protofed.client.update import LocalRule
+from protofed.client.model import VARIANTS, LocalRule
 from protofed.config import RunConfig, ablated
 from protofed.errors import ConfigError
-from protofed.federation.acceptance import VARIANTS
-from protofed.privacy.upload import UploadRule
-from protofed.server.aggregate import ServerRule
+from protofed.privacy.upload import RoundRule, UploadRule
 
 PRINTED_STEPS = 3  # 3 epochs of batches larger than a client's slice
 PRINTED_PROTOTYPES = 128
@@ -24,6 +22,7 @@ def local_rule(config: RunConfig) -> LocalRule:
         eta_s=settings.short_rate,
         eta_r=settings.row_rate,
         lambda_p=settings.sparsity,
+        lambda_max=settings.lambda_max,
         gamma=settings.gamma,
         tau_a=settings.alignment_temperature,
         alignment=settings.alignment,
@@ -36,6 +35,14 @@ def local_rule(config: RunConfig) -> LocalRule:
         use_rows=not _without_rows(config),
         align="alignment" not in out,
         bf16=settings.bf16,
+        steps=settings.local_steps if "personal" not in out else 0,
+        negatives=config.training.negatives,
+        stride=config.training.stride,
+        prompt_history=settings.prompt_history,
+        carry=settings.carry,
+        session_gap_hours=settings.session_gap_hours,
+        row_order=config.stream.row_order_history,
+        allowed=may_use(config),
     )
     if settings.mode != "literal":
         return rule
@@ -46,18 +53,18 @@ def _without_rows(config: RunConfig) -> bool:
     return config.protofed.mode == "literal" or bool(ablated(config.protofed) & {"own-rows", "personal"})
 
 
-def server_rule(config: RunConfig, n_prototypes: int, noise_multiplier: float, n_clients: int) -> ServerRule:
-    """How the server aggregates in this mode; an aggregator that cannot be noised is refused."""
+def round_rule(config: RunConfig, n_prototypes: int, noise_multiplier: float, n_clients: int) -> RoundRule:
+    """How uploads are made and aggregated in this mode; an aggregator that cannot be noised is refused."""
     privacy, settings = config.privacy, config.protofed
     upload = UploadRule(n_prototypes, settings.embedding, privacy.clip_radius, privacy.count_weight)
-    return ServerRule(
+    return RoundRule(
         upload,
         noise_multiplier,
         privacy.trust if settings.mode == "reference" else "central",
         settings.aggregator,
         settings.momentum,
         settings.margin,
-        honest=max(1, int(privacy.sampling_rate * n_clients / 2)),
+        least=max(2, int(privacy.sampling_rate * n_clients / 2)),
         as_printed=settings.mode == "literal",
     )
 

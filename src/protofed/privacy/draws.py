@@ -2,15 +2,21 @@
 
 A counter generator (Philox-4x32-10, Salmon et al. 2011) is a keyed hash of (user, round, position): nothing is drawn in
 sequence, so a user's numbers are bit-equal alone, in a cohort of a million, or in chunks. For simulation only: whoever
-knows the seed knows every draw, so a deployment takes its noise from the operating system (`mechanism.os_noise`).
+knows the seed knows every draw, so a deployment takes coins and noise from the operating system (`SystemDraws`).
 """
 
+import hashlib
 import math
+import secrets
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from protofed.privacy.mechanism import discrete_gaussian, os_discrete_gaussian
 from protofed.seeds import seed_of
 
 MASK = 0xFFFFFFFF
@@ -71,3 +77,94 @@ def bernoulli(seed: int, purpose: str, users: Int[Tensor, " U"], round_: int, ra
     The coin of a round is independent of all earlier coins and of everything released, as accounting needs.
     """
     return uniform(seed, purpose, users, round_) < rate
+
+
+def event_keys(users: Int[Tensor, " W"], events: Int[Tensor, " W"]) -> Int[Tensor, " W"]:
+    """A number for each (user, index of the user's own event), to draw by in place of the user's."""
+    words = (events & MASK, events >> 32 & MASK, users & MASK, users >> 32 & MASK)
+    high, low, _, _ = philox(words, (WEYL[0], WEYL[1]))
+    return high << 32 | low
+
+
+@runtime_checkable
+class Draws(Protocol):
+    """Where a device takes its random numbers from; `users` are keys, one row of numbers comes back for each."""
+
+    def uniform(self, purpose: str, users: Int[Tensor, " U"], round_: int, shape: tuple[int, ...] = ()) -> Tensor:
+        """Numbers strictly between 0 and 1."""
+        ...
+
+    def normal(self, purpose: str, users: Int[Tensor, " U"], round_: int, shape: tuple[int, ...] = ()) -> Tensor:
+        """Standard normal numbers."""
+        ...
+
+    def discrete_gaussian(
+        self, purpose: str, users: Int[Tensor, " U"], round_: int, shape: tuple[int, ...], std: float
+    ) -> Tensor:
+        """Integers of a discrete Gaussian."""
+        ...
+
+    def tokens(self, users: Int[Tensor, " U"], round_: int) -> Int[Tensor, " U"]:
+        """What tells a device's uploads of a round apart from all others, and tells nothing else."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SeededDraws:
+    """Draws that anybody who knows the seed can repeat: for simulation."""
+
+    seed: int
+
+    def uniform(
+        self, purpose: str, users: Int[Tensor, " U"], round_: int, shape: tuple[int, ...] = ()
+    ) -> Float[Tensor, "U ..."]:
+        return uniform(self.seed, purpose, users, round_, shape)
+
+    def normal(
+        self, purpose: str, users: Int[Tensor, " U"], round_: int, shape: tuple[int, ...] = ()
+    ) -> Float[Tensor, "U ..."]:
+        return normal(self.seed, purpose, users, round_, shape)
+
+    def discrete_gaussian(
+        self, purpose: str, users: Int[Tensor, " U"], round_: int, shape: tuple[int, ...], std: float
+    ) -> Int[Tensor, "U ..."]:
+        return discrete_gaussian(uniform(self.seed, purpose, users, round_, shape), std)
+
+    def tokens(self, users: Int[Tensor, " U"], round_: int) -> Int[Tensor, " U"]:
+        key = seed_of(self.seed, "token")
+        words = (torch.full_like(users, round_ & MASK), torch.zeros_like(users), users & MASK, users >> 32 & MASK)
+        high, low, _, _ = philox(words, (key & MASK, key >> 32 & MASK))
+        return high << 32 | low
+
+
+@dataclass(frozen=True, slots=True)
+class SystemDraws:
+    """Draws from the operating system, which nobody can repeat; a device's secret makes its tokens."""
+
+    secret: bytes
+
+    def uniform(
+        self, purpose: str, users: Int[Tensor, " U"], round_: int, shape: tuple[int, ...] = ()
+    ) -> Float[Tensor, "U ..."]:
+        n = len(users) * math.prod(shape)
+        words = np.frombuffer(secrets.token_bytes(8 * n), dtype=np.uint64) >> np.uint64(12)
+        drawn = torch.from_numpy((words.astype(np.float64) + 0.5) * 2.0**-52)
+        return drawn.reshape(len(users), *shape).to(users.device)
+
+    def normal(
+        self, purpose: str, users: Int[Tensor, " U"], round_: int, shape: tuple[int, ...] = ()
+    ) -> Float[Tensor, "U ..."]:
+        drawn: Tensor = torch.special.ndtri(self.uniform(purpose, users, round_, shape))
+        return drawn
+
+    def discrete_gaussian(
+        self, purpose: str, users: Int[Tensor, " U"], round_: int, shape: tuple[int, ...], std: float
+    ) -> Int[Tensor, "U ..."]:
+        return os_discrete_gaussian((len(users), *shape), std).to(users.device)
+
+    def tokens(self, users: Int[Tensor, " U"], round_: int) -> Int[Tensor, " U"]:
+        made = [
+            hashlib.blake2b(f"{user} {round_}".encode(), key=self.secret[:64], digest_size=8).digest()
+            for user in users.tolist()
+        ]
+        return torch.tensor([int.from_bytes(token, "big", signed=True) for token in made], device=users.device)

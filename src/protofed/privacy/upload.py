@@ -8,13 +8,14 @@ secure-aggregation  clip → integers → discrete noise over all K rows; only s
 local               clip → noise over all K rows → 8 bits                         K · (d_z + 1) bytes
 local, compact      clip → noise → 8 bits; the index of the *noised* embedding    d_z bytes + index
 
-A non-finite embedding or an index outside 0..K-1 contributes nothing; it is a zero, not an error, because an error
-would let one broken client stop a round, and would tell the server which client it was.
+A device without an event to learn from after the base block, a non-finite embedding or an index outside 0..K-1
+contributes nothing. Where devices add the noise such a device sends its noise all the same: that it has nothing to
+say is the user's secret, and the noise of a round must not depend on it.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int, Int8
@@ -27,6 +28,8 @@ from protofed.privacy.mechanism import SMALLEST_DISCRETE_STD, clip, finite_rows
 
 NOTHING = -1  # the index of an upload that contributes nothing
 FIELD_BITS = 32  # secure aggregation adds integers modulo 2^32
+SECURE_SCALE = 2.0**16  # integer steps in one unit of an embedding
+Aggregator = Literal["fedkmeans", "geometric-median", "barycenter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,46 @@ class UploadRule:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundRule:
+    """How uploads are made and how the server adds them up; the same public numbers for everybody."""
+
+    upload: UploadRule
+    noise_multiplier: float  # 0: exact sums, no privacy
+    trust: Trust = "central"
+    aggregator: Aggregator = "fedkmeans"
+    momentum: float = 0.1  # beta
+    margin: float = 0.5  # rho
+    least: int = 2  # secure aggregation: a round of fewer uploads releases nothing
+    as_printed: bool = False  # Algorithm 2 to the letter; no ε can be stated for it
+
+    def __post_init__(self) -> None:
+        private = self.noise_multiplier > 0
+        if self.trust == "local":
+            self.upload.noise_std(self.noise_multiplier, "local")  # refuses local trust without noise
+        if self.trust == "secure-aggregation" and private:
+            secure_std(self.upload, self.noise_multiplier, SECURE_SCALE, least=self.least, clients=self.least)
+        if self.aggregator != "fedkmeans" and private and self.trust != "local":
+            raise ConfigError(
+                f"the {self.aggregator} aggregator has no noise of bounded sensitivity under {self.trust} trust; "
+                "use fedkmeans, --trust local or --mode nodp"
+            )
+
+    @property
+    def points(self) -> int:
+        """How many embeddings a device sends: the barycenter alone takes two."""
+        return 2 if self.aggregator == "barycenter" else 1
+
+    @property
+    def form(self) -> Literal["points", "noised points", "noised rows", "integers"]:
+        """What travels: quantised embeddings, noised ones, all K rows noised, or integers of all K rows."""
+        if self.noise_multiplier == 0 or self.trust == "central":
+            return "points"
+        if self.trust == "secure-aggregation":
+            return "integers"
+        return "noised rows" if self.aggregator == "fedkmeans" else "noised points"
+
+
+@dataclass(frozen=True, slots=True)
 class PointUploads:
     """A stack of 8-bit embeddings, each with the index of its prototype in clear."""
 
@@ -99,7 +142,7 @@ def central_upload(
     return PointUploads(codes, block.where(usable(z, block, rule), NOTHING))
 
 
-def opened(
+def decode_points(
     uploads: PointUploads, rule: UploadRule, reach: float | None = None
 ) -> tuple[Float[Tensor, "U d_z"], Int[Tensor, " U"]]:
     """The embeddings a server works with; without a `reach` of its own (local noise) they are clipped once more.
@@ -109,21 +152,6 @@ def opened(
     if reach is not None:
         return dequantise(uploads.codes, reach), uploads.block
     return clip(dequantise(uploads.codes, rule.clip_radius), rule.clip_radius), uploads.block
-
-
-def accepted(payloads: Sequence[tuple[Tensor, int]], rule: UploadRule) -> tuple[PointUploads, int]:
-    """Uploads that arrived one by one, stacked, and how many were refused.
-
-    Refused, and left out of the round: another shape than (d_z,), another type than int8, an index outside 0..K-1.
-    """
-    kept = [
-        (codes, block)
-        for codes, block in payloads
-        if codes.dtype == torch.int8 and codes.shape == (rule.width,) and 0 <= block < rule.n_prototypes
-    ]
-    codes = torch.stack([codes for codes, _ in kept]) if kept else torch.zeros(0, rule.width, dtype=torch.int8)
-    block = torch.tensor([block for _, block in kept], dtype=torch.int64)
-    return PointUploads(codes, block), len(payloads) - len(kept)
 
 
 def local_reach(rule: UploadRule, std: float) -> float:
@@ -173,7 +201,7 @@ def compact_local_upload(
 
 def compact_local_sums(uploads: PointUploads, rule: UploadRule, std: float) -> Float[Tensor, "K row"]:
     """The sum of compact local uploads. They are not clipped again: that would shrink what little signal there is."""
-    z, block = opened(uploads, rule, local_reach(rule, std))
+    z, block = decode_points(uploads, rule, local_reach(rule, std))
     ok = usable(z, block, rule)[:, None]
     rows = torch.cat((z.double(), torch.full_like(z[:, :1], rule.count_weight, dtype=torch.float64)), dim=1)
     sums = torch.zeros(rule.n_prototypes, rule.width + 1, dtype=torch.float64, device=z.device)
@@ -187,15 +215,18 @@ def whole(z: Float[Tensor, "U d_z"], block: Int[Tensor, " U"], rule: UploadRule)
     return full.scatter_(1, at[:, None, None].expand(-1, 1, rows.shape[1]), rows[:, None])
 
 
-def secure_std(rule: UploadRule, noise_multiplier: float, scale: float, *, honest: int, clients: int) -> float:
-    """The noise of one device, in integer steps, so that `honest` devices together reach the multiplier.
+def secure_std(rule: UploadRule, noise_multiplier: float, scale: float, *, least: int, clients: int) -> float:
+    """The noise of one device, in integer steps, such that all but one of `least` devices reach the multiplier.
 
-    Scaled to a lower bound on honest clients: those who drop out or cheat take their noise with them. `clients` is the
-    most that can take part: their sum must fit the field.
+    One device less, because whoever is to be protected takes its own noise along when it leaves; and no more than
+    `least`, because those who drop out do the same. `clients` is the most that can take part: their sum must fit the
+    field.
     """
-    if honest < 1:
-        raise ConfigError(f"secure aggregation needs a lower bound of at least 1 honest client, got {honest}")
-    std = rule.noise_std(noise_multiplier, "secure-aggregation") * scale / math.sqrt(honest)
+    if least < 2:
+        raise ConfigError(
+            f"secure aggregation needs rounds of at least 2 uploads, got {least}; raise the sampling rate"
+        )
+    std = rule.noise_std(noise_multiplier, "secure-aggregation") * scale / math.sqrt(least - 1)
     if std < SMALLEST_DISCRETE_STD:
         raise ConfigError(
             f"a device's discrete noise must be at least {SMALLEST_DISCRETE_STD:g} steps wide, got {std:.3g}; "

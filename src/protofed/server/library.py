@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from protofed.client.model import Broadcast
 from protofed.errors import ConfigError, DataError
 from protofed.files import written_atomically
 
@@ -28,6 +29,10 @@ class PrototypeLibrary:
     @property
     def n_prototypes(self) -> int:
         return len(self.v)
+
+    def broadcast(self) -> Broadcast:
+        """What devices are sent: the prototypes and their version, never the averages behind them."""
+        return Broadcast(self.version, self.v)
 
 
 def new_library(v: Float[Tensor, "K d_z"], mass: float = LEAST_UPLOADS) -> PrototypeLibrary:

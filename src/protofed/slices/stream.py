@@ -11,6 +11,7 @@ from torch import Tensor
 
 from protofed.config import StreamConfig
 from protofed.data.interactions import InteractionLog
+from protofed.seeds import user_keys
 from protofed.slices.candidates import hard_negatives, query_key, sample_negatives
 from protofed.slices.histories import Histories, Queries, histories, queries_at
 from protofed.slices.partition import SliceBounds, partition
@@ -51,6 +52,7 @@ class TimeSlice:
     times: np.ndarray
     n_train_items: int  # items seen up to the train cut: negatives and new rows come from these
     validation: QuerySet
+    user_keys: np.ndarray  # of the users so far, whose numbers follow their first appearance: what draws are keyed by
 
     @property
     def train_positions(self) -> np.ndarray:
@@ -106,6 +108,10 @@ class SliceStream:
         """How many items have been seen before each log position, (N + 1,)."""
         return np.concatenate([[0], np.maximum.accumulate(self._items) + 1])
 
+    @cached_property
+    def _user_keys(self) -> np.ndarray:
+        return user_keys(self.log.user_ids.to_pylist())
+
     def n_available(self, slice_index: int) -> int:
         """Items first seen in this slice or earlier, in any part."""
         return int(self.items_until[self.bounds[slice_index].end])
@@ -117,13 +123,15 @@ class SliceStream:
     def slice_(self, index: int) -> TimeSlice:
         """The prefix of the log that learning at this slice may see."""
         bounds = self.bounds[index]
+        past = self._histories(bounds.val_end)
         return TimeSlice(
             index=index,
             bounds=self.bounds[: index + 1],
-            past=self._histories(bounds.val_end),
+            past=past,
             times=self._times[: bounds.val_end],
             n_train_items=self.n_train_items(index),
             validation=self.query_set(index, "val"),
+            user_keys=self._user_keys[: past.n_users],
         )
 
     def queries(self, asked: QuerySet, chunk: np.ndarray, length: int) -> Queries:

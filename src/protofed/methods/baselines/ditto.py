@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from protofed.backbone.training import Descend
-from protofed.federation.lessons import ClientData
+from protofed.client.lessons import ClientData
 from protofed.federation.stacked import LocalSteps, flat
 from protofed.methods.baselines.fedavg import averaged
 from protofed.methods.baselines.federated import (

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from protofed.backbone.training import Descend
-from protofed.federation.lessons import ClientData
+from protofed.client.lessons import ClientData
 from protofed.federation.stacked import LocalSteps, flat
 from protofed.methods.baselines.federated import (
     FederatedState,
@@ -47,7 +47,7 @@ def averaged(
     server, data = server_of(replace(state, backbone=model)), slice_data(world, slice_)
     rounds = rounds_of(world, state, slice_, local, chunk)
     server, reports = federate(world, server, data, slice_, rounds, plain_losses(world))
-    told = told_of(server, data, rounds, reports, 0)
+    told = told_of(server, data, reports, 0)
     return after_slice(state, server, rounds.count, data, slice_), data, told
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from protofed.backbone.injection import rescale_like
 from protofed.backbone.sasrec import SASRec, grown
+from protofed.client.lessons import ClientData, client_data
 from protofed.errors import ConfigError
-from protofed.federation.lessons import ClientData, client_data
 from protofed.federation.plan import Plan, plan, releases
 from protofed.federation.stacked import PROMPT, Layout, layout_of
 from protofed.methods.frozen import rows_for

@@ -11,20 +11,21 @@ from torch import Tensor
 
 from protofed.backbone.losses import LOSSES
 from protofed.backbone.sasrec import at_rest
-from protofed.federation.lessons import ClientData, chunks, stack_size
+from protofed.client.lessons import ClientData, chunks, stack_size
+from protofed.federation.rounds import Costs, server_noise, summarise_rounds, toss_coins
 from protofed.federation.stacked import (
     PROMPT,
-    Lesson,
     LocalSteps,
     Losses,
+    PairedWindows,
     Stack,
     chosen,
     clipped_sum,
     deltas_of,
     drawn,
     flat,
-    lesson_of,
     named,
+    pair_items,
     squared_norms,
     stacked_losses,
     targets_of,
@@ -33,9 +34,8 @@ from protofed.federation.stacked import (
 )
 from protofed.methods.baselines.federated import FederatedState, Server, weights_of
 from protofed.methods.protocol import Diagnostics, World
-from protofed.privacy.draws import bernoulli
-from protofed.privacy.mechanism import add_gaussian_noise, seeded_noise
-from protofed.seeds import stream
+from protofed.privacy.mechanism import add_gaussian_noise
+from protofed.server.aggregate import RoundReport
 from protofed.slices.stream import TimeSlice
 from protofed.slices.windows import Windows
 
@@ -62,17 +62,7 @@ class Rounds:
 class LossesFor(Protocol):
     """The loss that a stack of clients descends in a round, given the broadcast it starts from."""
 
-    def __call__(self, server: Server, lesson: Lesson, users: Int[Tensor, " U"], round_: int) -> Losses: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RoundReport:
-    """What one round tells the run's log."""
-
-    uploads: int
-    loss: float  # mean over the cohort
-    moved: float  # mean length of an upload
-    clipped: float  # share of uploads that were shortened
+    def __call__(self, server: Server, lesson: PairedWindows, users: Int[Tensor, " U"], round_: int) -> Losses: ...
 
 
 def rounds_of(world: World, state: FederatedState, slice_: TimeSlice, local: LocalSteps, chunk: int) -> Rounds:
@@ -95,7 +85,7 @@ def plain_losses(world: World) -> LossesFor:
     """The recommendation loss with the client's own weights and rows."""
     element_loss = LOSSES[world.config.training.loss]
 
-    def losses_for(server: Server, lesson: Lesson, users: Int[Tensor, " U"], round_: int) -> Losses:
+    def losses_for(server: Server, lesson: PairedWindows, users: Int[Tensor, " U"], round_: int) -> Losses:
         fixed = broadcast_rows(server, lesson)
 
         def losses(at: Stack, step: int) -> Tensor:
@@ -108,13 +98,13 @@ def plain_losses(world: World) -> LossesFor:
     return losses_for
 
 
-def broadcast_rows(server: Server, lesson: Lesson) -> Float[Tensor, "P d"]:
+def broadcast_rows(server: Server, lesson: PairedWindows) -> Float[Tensor, "P d"]:
     """The broadcast row of each pair's item."""
     return server.model.embed(lesson.items).detach()
 
 
 def own_or_fixed(
-    server: Server, lesson: Lesson, rows: Float[Tensor, "P d"], fixed: Float[Tensor, "P d"]
+    server: Server, lesson: PairedWindows, rows: Float[Tensor, "P d"], fixed: Float[Tensor, "P d"]
 ) -> Float[Tensor, "P d"]:
     """The client's row of a pair whose item trains, the broadcast one of others."""
     return torch.where(may_train(server, lesson.items)[:, None], rows, fixed)
@@ -147,7 +137,7 @@ def one_round(
     losses_for: LossesFor,
 ) -> tuple[Server, RoundReport]:
     """Everybody tosses a coin; those it chose upload, if they have events; the server takes one step."""
-    coin = bernoulli(world.config.seed, "coin", torch.arange(rounds.population), round_, rounds.sampling_rate)
+    coin = toss_coins(world.config.seed, torch.arange(rounds.population), round_, rounds.sampling_rate)
     cohort = chosen(data, coin[data.users])
     device, width = server.model.items.device, server.model.config.width
     dense = torch.zeros(server.layout.size, dtype=torch.float64, device=device)
@@ -182,12 +172,12 @@ def cohort_trained(
     local: LocalSteps,
     round_: int,
     losses_for: LossesFor,
-) -> tuple[Stack, Stack, Lesson, Float[Tensor, " U"]]:
+) -> tuple[Stack, Stack, PairedWindows, Float[Tensor, " U"]]:
     """A stack of clients at the broadcast and after its local steps, what it learned from, and its loss."""
     training = world.config.training
     key = ROUND_KEYS + round_ * STEPS_PER_ROUND
     negatives = drawn(windows, local.steps, training.negatives, slice_.n_train_items, seed=world.config.seed, key=key)
-    lesson = lesson_of(windows, negatives, len(users))
+    lesson = pair_items(windows, negatives, len(users))
     weights = flat(weights_of(server.model, server.prompt), server.layout)
     start = Stack(weights.repeat(len(users), 1), broadcast_rows(server, lesson))
     end, loss = trained(start, lesson.clients, losses_for(server, lesson, users, round_), local)
@@ -203,7 +193,7 @@ def noised(
     round_: int,
 ) -> tuple[Float[Tensor, " D"], Float[Tensor, "n d"]]:
     """The sums with noise in every coordinate that trains, whether anybody touched it or not."""
-    noise = seeded_noise(stream(world.config.seed, "server noise", round_))
+    noise = server_noise(world.config.seed, round_)
     std = rounds.noise_multiplier * rounds.clip_radius
     every = add_gaussian_noise(torch.cat([dense, table[server.rows].flatten()]), std, noise)
     table = table.clone()
@@ -229,25 +219,14 @@ def server_step(server: Server, dense: Float[Tensor, " D"], table: Float[Tensor,
 def report_of(told: Float[Tensor, "three U"], rounds: Rounds) -> RoundReport:
     """Loss, length and factor of every upload of a round, in short."""
     loss, moved, factors = (column[column.isfinite()] for column in told)
-    clipped = float((factors < 1).double().mean()) if rounds.clip_radius and len(factors) else 0.0
+    clipped = float((factors < 1).double().mean()) if len(factors) else 0.0
     means = [float(column.mean()) if len(column) else 0.0 for column in (loss, moved)]
-    return RoundReport(told.shape[1], means[0], means[1], clipped)
+    report = RoundReport(told.shape[1], loss=means[0], moved=means[1])
+    return replace(report, clipped=clipped) if rounds.clip_radius else report
 
 
-def told_of(
-    server: Server, data: ClientData, rounds: Rounds, reports: Sequence[RoundReport], per_user: int
-) -> Diagnostics:
+def told_of(server: Server, data: ClientData, reports: Sequence[RoundReport], per_user: int) -> Diagnostics:
     """What the run's log keeps of a slice: bytes are those of one client in one round, dense float32 tensors."""
-    n = max(len(reports), 1)
-    told: dict[str, int | float] = {
-        "active_clients": len(data),
-        "rounds": rounds.count,
-        "uploads_per_round": sum(r.uploads for r in reports) / n,
-        "client_loss": reports[-1].loss if reports else 0.0,
-        "upload_norm": sum(r.moved for r in reports) / n,
-        "trainable_parameters": server.parameters,
-        "trainable_parameters_per_user": per_user,
-        "bytes_up": FLOAT_BYTES * server.parameters,
-        "bytes_down": FLOAT_BYTES * server.parameters,
-    }
-    return told | ({"clipped_share": sum(r.clipped for r in reports) / n} if rounds.clip_radius else {})
+    size = FLOAT_BYTES * server.parameters
+    costs = Costs(size, size, server.parameters, per_user)
+    return {"active_clients": len(data), **summarise_rounds(reports), **costs.diagnostics()}

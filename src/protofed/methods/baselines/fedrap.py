@@ -26,6 +26,7 @@ from torch import Tensor
 from protofed.backbone.losses import LOSSES, ElementLoss
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend
+from protofed.client.lessons import ClientData, chunks, stack_size
 from protofed.client.own_rows import (
     OwnRows,
     find,
@@ -36,16 +37,15 @@ from protofed.client.own_rows import (
     with_own_scores,
     written_back,
 )
-from protofed.federation.lessons import ClientData, chunks, stack_size
 from protofed.federation.stacked import (
     Layout,
-    Lesson,
     LocalSteps,
     Losses,
+    PairedWindows,
     Stack,
     drawn,
     layout_of,
-    lesson_of,
+    pair_items,
     stacked_losses,
     trained,
 )
@@ -146,7 +146,7 @@ def biases(model: SASRec, b: Float[Tensor, "U d"]) -> Float[Tensor, "U d"]:
 def round_losses(method: "FedRAP", state: FedRAPState, element_loss: ElementLoss) -> LossesFor:
     """The loss of C in a round; D and b are those the client had before the slice's first round."""
 
-    def losses_for(server: Server, lesson: Lesson, users: Int[Tensor, " U"], round_: int) -> Losses:
+    def losses_for(server: Server, lesson: PairedWindows, users: Int[Tensor, " U"], round_: int) -> Losses:
         fixed = broadcast_rows(server, lesson)
         d, met = own_at(state.own, users[lesson.clients], lesson.items)
         b, _ = copies_of(state.shared, users, torch.zeros_like(server.model.mean_row))
@@ -163,7 +163,9 @@ def round_losses(method: "FedRAP", state: FedRAPState, element_loss: ElementLoss
     return losses_for
 
 
-def own_losses(model: SASRec, own: OwnRows, lessons: list[Lesson], weights: Penalties, loss: ElementLoss) -> Losses:
+def own_losses(
+    model: SASRec, own: OwnRows, lessons: list[PairedWindows], weights: Penalties, loss: ElementLoss
+) -> Losses:
     """The loss of D (the rows of a stack of clients) and b (its vectors) at each step, C being what was broadcast."""
     head = head_of(model)
 
@@ -204,7 +206,7 @@ def own_steps(
         n, key = where.stop - where.start, slice_.index * STEPS_PER_SLICE
         n_items = slice_.n_train_items
         negatives = drawn(windows, local.steps, training.negatives, n_items, seed=world.config.seed, key=key)
-        lessons = [lesson_of(windows, each[None], n) for each in negatives]
+        lessons = [pair_items(windows, each[None], n) for each in negatives]
         part, place = subset(own, users[where])
         losses = own_losses(model, part, lessons, weights, LOSSES[training.loss])
         end, _ = trained(Stack(b[where], part.rows), part.clients, losses, local)
@@ -257,7 +259,7 @@ class FedRAP:
         after = own_steps(world, server.model, FedRAPState(shared, own), data, slice_, steps, weights, self.chunk)
         width = world.config.backbone.width
         per_user = width + len(after.own) * width // max(len(after.shared.owners), 1)
-        return after, {**told_of(server, data, rounds, reports, per_user), **told_of_own(server.model, after, weights)}
+        return after, {**told_of(server, data, reports, per_user), **told_of_own(server.model, after, weights)}
 
     def score(self, world: World, state: FedRAPState, queries: Queries) -> Float[Tensor, "B I"]:
         model, own, users = state.shared.backbone, state.own, queries.users

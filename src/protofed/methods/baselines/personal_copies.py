@@ -8,7 +8,7 @@ from torch import Tensor
 
 from protofed.backbone.losses import LOSSES
 from protofed.backbone.sasrec import SASRec
-from protofed.federation.lessons import ClientData, chunks, stack_size
+from protofed.client.lessons import ClientData, chunks, stack_size
 from protofed.federation.stacked import (
     PROMPT,
     Layout,

@@ -1,19 +1,68 @@
-"""What the clients of a slice learn from, cut into chunks of whole clients."""
+"""What the clients of a slice learn from: windows over their own events, and how chunks of whole clients are made."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from protofed.privacy.draws import uniform
+from protofed.privacy.draws import Draws, event_keys, uniform
 from protofed.slices.histories import Histories
 from protofed.slices.windows import Windows, moved, take, training_windows, trimmed
 
 GPU_WIDTH = 64  # up to this width a GPU has memory for all of them; a stack's activations grow with the width
 GPU_STACK = 8  # a GPU launches the same kernels for so many times the clients that suit a core, and takes hardly longer
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """What a stack of devices learns from in a slice: windows over its own events, and its query."""
+
+    windows: Windows  # users are places in the stack; `newest` counts a user's own events from 0
+    h: Float[Tensor, "U d_z"]  # unit vectors
+    gate: Float[Tensor, " U"]  # alpha
+    lambda_s: Float[Tensor, " U"]
+    points: Float[Tensor, "U P d_z"] | None = None  # query embeddings that the Wasserstein form aligns along with z
+    brief: Windows | None = None  # the same events with little context: what prompts learn from where it is given
+
+
+class CutsByKey(np.random.Generator):
+    """Where each user's run of targets is cut, keyed by the user: who else is in the stack does not matter."""
+
+    def __init__(self, draws: Draws, purpose: str, users: Int[Tensor, " U"], round_: int) -> None:
+        super().__init__(np.random.PCG64(0))
+        self.drawn = draws.uniform(purpose, users.cpu(), round_).numpy()
+
+    def integers(self, low: int, high: int, size: int) -> Any:  # type: ignore[override]
+        return low + (self.drawn[:size] * (high - low)).astype(np.int64)
+
+
+def own_windows(
+    past: Histories, positions: np.ndarray, cuts: CutsByKey, *, length: int, stride: int, newest: int | None = None
+) -> Windows:
+    """Windows over a stack's own events at these places, user by user; `newest` keeps only so many latest of each."""
+    data = client_data(past, positions, length=length, stride=stride, rng=cuts, newest=newest)
+    whose = torch.from_numpy(past.start)[data.windows.users]
+    return replace(data.windows, newest=data.windows.newest - whose)
+
+
+def draw_negatives(
+    draws: Draws, users: Int[Tensor, " U"], windows: Windows, n: int, n_items: int, step: int
+) -> Int[Tensor, "W n"]:
+    """Uniform items for each window, keyed by its user, its newest own event and the step."""
+    if n >= n_items:
+        return torch.arange(n_items, device=windows.newest.device).expand(len(windows), -1)
+    keys = event_keys(users.to(windows.users.device)[windows.users], windows.newest)
+    return (draws.uniform("client negatives", keys, step, (n,)) * n_items).long().clamp(max=n_items - 1)
+
+
+def lesson_to(lesson: Lesson, device: torch.device) -> Lesson:
+    """The lesson with its windows on the device that computes; the rest is there already."""
+    brief = None if lesson.brief is None else moved(lesson.brief, device)
+    return replace(lesson, windows=moved(lesson.windows, device), brief=brief)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +97,6 @@ def client_data(
     windows = take(windows, order)
     active, counts = torch.unique_consecutive(windows.users, return_counts=True)
     return ClientData(active, windows, torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)]))
-
-
-def brief_data(
-    data: ClientData,
-    past: Histories,
-    positions: np.ndarray,
-    *,
-    length: int,
-    rng: np.random.Generator,
-    newest: int | None = None,
-) -> ClientData | None:
-    """The same clients' events, each beside at most `length` tokens; None for length 0."""
-    if not length:
-        return None
-    brief = client_data(past, positions, length=length, stride=max(1, length - 1), rng=rng, newest=newest)
-    assert torch.equal(brief.users, data.users)
-    return brief
 
 
 def stack_size(chunk: int, items: Float[Tensor, "I d"]) -> int:
