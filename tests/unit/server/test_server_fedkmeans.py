@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protofed.privacy.mechanism import os_noise, seeded_noise
+from protofed.privacy.mechanism import GRID, os_noise, seeded_noise
 from protofed.privacy.upload import UploadRule
 from protofed.seeds import stream
 from protofed.server.assignment import nearest
@@ -56,6 +56,15 @@ def test_every_row_is_noised_alike_whether_anybody_fed_it_or_not():
     noise = noised_sums(z, block, rule, 1.5, seeded_noise(stream(0, "n"))) - exact_sums(z, block, rule)
     for part in (noise[:1_000], noise[1_000:], noise[:, -1]):
         assert part.std().item() == pytest.approx(1.5 * rule.sensitivity, rel=0.06)
+
+
+def test_sums_lie_on_the_grid_that_a_deployments_noise_has():
+    z, block = clients(50, 4)
+    steps = exact_sums(z, block, RULE) / GRID
+    assert torch.equal(steps, steps.round())
+    noised = noised_sums(z, block, RULE, 1.1282, os_noise) / GRID
+    assert torch.equal(noised, noised.round())
+    assert 0.5 < (noised - steps).std().item() * GRID / (1.1282 * RULE.sensitivity) < 2
 
 
 def test_without_noise_the_release_is_the_sum():
