@@ -119,8 +119,8 @@ def discrete_laplace(t: int, n: int) -> np.ndarray:
         going = going[bernoulli_exp(np.ones(len(going), dtype=object), 1)]
         high[going] += 1
     size, negative = low + t * high, below(2, len(low)) == 1
-    signed: np.ndarray = np.where(negative, -size, size)
-    return signed[(size > 0) | ~negative]  # minus zero would count zero twice
+    signed = np.where(negative, -size, size)
+    return np.asarray(signed[(size > 0) | ~negative])  # minus zero would count zero twice
 
 
 def bernoulli_exp(a: np.ndarray, b: int) -> np.ndarray:
