@@ -102,7 +102,9 @@ def test_a_private_run_prints_what_it_promises_and_keeps_the_ledger(tmp_path):
     assert priced["guarantees"][0]["epsilon"]["pld"] == told["epsilon_release"]
     shown = protofed(*PRIVATE, "--target-epsilon", "2", cwd=tmp_path).stdout
     assert "privacy: ε = 2 against who sees what is released, nothing is promised against the server" in shown
-    assert "δ = 1e-05, add or remove one user, per user, central trust" in shown
+    assert "; add or remove one user, per user, central trust" in shown
+    assert "add / remove all of them, δ = 1e-5. Events" in shown
+    assert f"({100 * told['later_users_with_base_events']:.3g} % of later users have some)" in shown
     assert "rate 0.05, 6 rounds" in shown
 
 

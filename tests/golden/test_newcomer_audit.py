@@ -58,7 +58,7 @@ def said(present: bool, radius: float = 1.0) -> Introductions:
     return introductions(events, np.arange(len(events)), len(events), PUBLIC, public_map(), WANTED, radius=radius)
 
 
-def no_noise(shape: tuple[int, ...]) -> Tensor:
+def no_noise(shape: tuple[int, ...], std: float) -> Tensor:
     return torch.zeros(shape, dtype=torch.float64)
 
 

@@ -336,7 +336,12 @@ def test_a_run_writes_its_ledger_ahead_and_states_its_epsilon(tmp_path: Path):
     folder = Experiment(config, log, tmp_path / "cache").run(tmp_path / "run")
     ledger, trust = read_ledger(folder.path / "ledger.json")
     assert (ledger, trust) == ((Release(1.0, 0.2, 4, "gradients"),), "central")
-    said = promised(folder.path / "ledger.json", config)
+    said = promised(folder.path / "ledger.json", config, log)
     assert said is not None
     assert 0 < said["epsilon_release"] < 10  # type: ignore[operator]
     assert said["epsilon_server"] is None
+    share = said["later_users_with_base_events"]
+    end = tiny_stream().bounds[0].end
+    later, before = set(log.users[end:].tolist()), set(log.users[:end].tolist())
+    assert share == len(later & before) / len(later) < 1
+    assert f"({100 * share:.3g} % of later users have some)" in said["claim"]  # type: ignore[operator, str-format]

@@ -18,7 +18,7 @@ from protofed.privacy.accountant import (
     rounded_up,
     usual_uploads,
 )
-from protofed.privacy.ledger import CLAIM, Ledger, Release, Trust, read_ledger
+from protofed.privacy.ledger import SHARE, Ledger, Release, Trust, claim, read_ledger, share_beside
 from protofed.privacy.upload import UploadRule
 
 
@@ -40,7 +40,7 @@ def privacy(
         raise ConfigError("give exactly one of --target-epsilon, --noise-multiplier and --ledger")
     solver: Accountant = _one_of("--accountant", accountant, get_args(Accountant))
     trusted: Trust = _one_of("--trust", trust or "central", get_args(Trust))
-    answer: dict[str, Any] = {"claim": CLAIM, "delta": delta, "unit": "user"}
+    answer: dict[str, Any] = {"claim": claim([delta]), "delta": delta, "unit": "user"}
     if ledger is not None:
         releases, written = read_ledger(ledger)
         if not releases:  # not ε = 0: what was trained without the mechanism is not in the ledger either
@@ -48,6 +48,8 @@ def privacy(
                 f"{ledger} holds no release, so no ε applies; methods that train without the mechanism carry no claim"
             )
         trusted = trusted if trust else written
+        if (share := share_beside(ledger)) is not None:
+            answer |= {SHARE: share, "claim": claim([delta], [share])}
     else:
         if target_epsilon is not None:
             needed = needed_noise(target_epsilon, delta, rate, rounds, max_uploads, trusted)
@@ -90,7 +92,7 @@ def show(answer: dict[str, Any]) -> None:
         print(_line(row, row["uploads"], row["epsilon"], row["note"]))
         for fewer in row.get("fewer_uploads", []):
             print(_line(row | {"adjacency": ""}, fewer["uploads"], fewer["epsilon"], fewer["note"]))
-    print(f"\nδ = {answer['delta']:g}, per {answer['unit']}, over all rounds together. {answer['claim']}")
+    print(f"\nPer {answer['unit']}, over all rounds together: {answer['claim']}")
 
 
 def _line(row: dict[str, Any], uploads: int, prices: dict[str, float | None], note: str) -> str:

@@ -17,7 +17,7 @@ from protofed.data.interactions import InteractionLog
 from protofed.errors import ConfigError, MissingExtra
 from protofed.methods.catalogue import METHODS, configured, method_named
 from protofed.privacy.accountant import adjacency, epsilon, rounded_up
-from protofed.privacy.ledger import CLAIM, read_ledger
+from protofed.privacy.ledger import SHARE, claim, read_ledger, share_with_base_events
 from protofed.seeds import stream
 
 CACHE = Path.home() / ".cache" / "protofed"
@@ -72,7 +72,7 @@ def run(
     with shown(Console(stderr=True)) as progress, tracked(track, out, chosen.stream.n_slices, progress) as watched:
         folder = experiment.run(out, watched)
     summary = summarise_run(folder)
-    summary |= {"variant": chosen.variant, "privacy": promised(folder.path / "ledger.json", chosen)}
+    summary |= {"variant": chosen.variant, "privacy": promised(folder.path / "ledger.json", chosen, log)}
     print(json.dumps(summary, indent=2, ensure_ascii=False)) if as_json else print_summary(summary, out)
 
 
@@ -89,20 +89,28 @@ def wrapping(method: str, flags: Mapping[str, object]) -> dict[str, object]:
     return {"privacy.wrap": True} if asked and method != "protofed-sp" else {}
 
 
-def promised(ledger: Path, config: RunConfig) -> dict[str, object] | None:
+def promised(ledger: Path, config: RunConfig, log: InteractionLog) -> dict[str, object] | None:
     """What the run's ledger promises against both adversaries, or why no ε is stated; None where there is no claim."""
     releases, trust = read_ledger(ledger)
     if not releases:
         return None
     delta = config.privacy.delta
     said: dict[str, object] = {"trust": trust, "adjacency": adjacency(trust), "unit": "user", "delta": delta}
-    said |= {"releases": [asdict(release) for release in releases], "claim": CLAIM}
+    share = share_of(log, config)
+    said |= {"releases": [asdict(release) for release in releases], SHARE: share, "claim": claim([delta], [share])}
     try:
         said["epsilon_release"] = rounded_up(epsilon(releases, delta, trust=trust))
         said["epsilon_server"] = rounded_up(epsilon(releases, delta, trust=trust, adversary="server"))
     except MissingExtra as missing:
         said["unpriced"] = f"{missing}; then price it with `protofed privacy --ledger {ledger}`"
     return said
+
+
+def share_of(log: InteractionLog, config: RunConfig) -> float:
+    """Which part of the users whose later events are protected has events in the base block, which are not."""
+    from protofed.slices.stream import SliceStream
+
+    return share_with_base_events(log.users.numpy(), SliceStream(log, config.stream).bounds[0].end)
 
 
 def settle(flags: Mapping[str, object], file: Path | None = None, settings: Sequence[str] = ()) -> RunConfig:
@@ -169,7 +177,7 @@ def print_summary(summary: dict[str, object], out: Path) -> None:
 
 
 def print_promise(said: object) -> None:
-    """ε with everything it means nothing without."""
+    """ε with everything it means nothing without; δ is in the claim."""
     if not isinstance(said, dict):
         print("privacy: no claim; nothing this run shared was noised")
         return
@@ -177,9 +185,9 @@ def print_promise(said: object) -> None:
         f"{r['stream']}: noise multiplier {r['noise_multiplier']:g}, rate {r['sampling_rate']:g}, {r['count']} rounds"
         for r in said["releases"]
     )
-    about = f"δ = {said['delta']:g}, {said['adjacency']}, per {said['unit']}, {said['trust']} trust; {rounds}"
+    about = f"{said['adjacency']}, per {said['unit']}, {said['trust']} trust; {rounds}"
     if "unpriced" in said:
-        print(f"privacy: ε not computed ({said['unpriced']}); {about}")
+        print(f"privacy: ε not computed ({said['unpriced']}); δ = {said['delta']:g}, {about}")
         return
     seen, server = (said[f"epsilon_{name}"] for name in ("release", "server"))
     against = "nothing is promised" if server is None else f"ε = {server:g}"

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -64,6 +65,15 @@ def readable(world: World, slice_: TimeSlice) -> TimeSlice:
 def on_base_block(world: World, descend: Descend) -> Descend:
     """The descent for a training on nothing but the base block: the given one, under privacy a plain one, for free."""
     return PlainDescent(world.config.training.max_grad_norm) if world.config.privacy.wrap else descend
+
+
+def after_base_block(slice_: TimeSlice) -> np.ndarray:
+    """The train events so far that the claim protects: all that a private step may learn from.
+
+    A step that also saw base events would go on hearing users whose later events are gone: deleting these would
+    exchange a contribution for another, not remove it, and move the sum by twice the radius.
+    """
+    return slice_.all_train_positions[slice_.all_train_positions >= slice_.bounds[0].end]
 
 
 def backbone_scores(state: BackboneState, queries: Queries) -> Float[Tensor, "B I"]:

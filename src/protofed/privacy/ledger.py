@@ -3,9 +3,12 @@
 import dataclasses
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+import numpy as np
 
 from protofed.errors import ConfigError, DataError
 from protofed.files import write_text
@@ -14,12 +17,36 @@ Trust = Literal["central", "secure-aggregation", "local"]
 NoiseSource = Literal["seed", "operating-system"]
 FORMAT = "protofed-ledger-1"
 
+SHARE = "later_users_with_base_events"  # in a run's environment.json and in what commands print as JSON
 CLAIM = (
-    "(ε, δ) joint user-level differential privacy for a user's events after the base block, add / remove one user, "
-    "δ = 1e-5. Events in the base block are not protected (56 to 93 % of later users have some). The catalogue, slice "
+    "(ε, δ) joint user-level differential privacy for a user's events after the base block, add / remove all of them, "
+    "δ = {delta}. Events in the base block are not protected ({share} later users have some). The catalogue, slice "
     "edges, the number of clients, preprocessing and hyper-parameters are taken as public; published metrics are not "
     "covered."
 )
+
+
+def claim(deltas: Collection[float], shares: Collection[float] = ()) -> str:
+    """The claim at the δ of a run (or of several), and with the share of later users who have base events too."""
+    figures = [f"{100 * share:.3g}" for share in (min(shares), max(shares))] if shares else []
+    share = f"{' to '.join(dict.fromkeys(figures))} % of" if figures else "some"
+    delta = " or ".join(f"{delta:g}".replace("e-0", "e-") for delta in sorted(deltas))
+    return CLAIM.format(delta=delta, share=share)
+
+
+def share_with_base_events(users: np.ndarray, base_end: int) -> float:
+    """Which part of the users with an event after the base block has one in it; the log's events are in order."""
+    later = np.unique(users[base_end:])
+    return float(np.isin(later, users[:base_end]).mean()) if len(later) else 0.0
+
+
+def share_beside(ledger: Path) -> float | None:
+    """The share that the run wrote beside its ledger, if it did."""
+    try:
+        found = json.loads((ledger.parent / "environment.json").read_text(encoding="utf-8")).get(SHARE)
+    except (OSError, ValueError, AttributeError):
+        return None
+    return float(found) if isinstance(found, int | float) else None
 
 
 @dataclass(frozen=True, slots=True)

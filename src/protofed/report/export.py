@@ -7,11 +7,12 @@ from pathlib import Path
 
 from protofed.errors import MissingExtra
 from protofed.privacy.accountant import adjacency, epsilon, rounded_up
-from protofed.privacy.ledger import CLAIM, Ledger, Release, Trust, read_ledger
+from protofed.privacy.ledger import Ledger, Release, Trust, read_ledger
 from protofed.report.costs import COLUMNS as COSTS
 from protofed.report.costs import cost_block, cost_of
 from protofed.report.intervals import Intervals
 from protofed.report.layout import MISSING, Cell, Column, estimate_cells, interval, number, to_csv
+from protofed.report.provenance import claimed
 from protofed.report.sections import Row
 from protofed.report.tables import CONTINUAL, HEADLINE, NAMES, Results, key_of
 
@@ -96,10 +97,9 @@ def privacy(results: Results) -> Sheet | None:
         for one in found
         for release in one.ledger
     ]
-    claim = f" {CLAIM}" if {one.delta for one in found} == {1e-5} else ""  # its words name that δ
     caption = (
         f"{results.section.title}: what was released, and ε per user of all streams of a row together, "
-        f"against who sees what is released.{claim}"
+        f"against who sees what is released. {claimed(run for row in results.section.rows for run in row.runs)}"
     )
     return Sheet(f"{results.section.slug}-privacy", caption, tuple(map(Column, RELEASE)), tuple(rows))
 

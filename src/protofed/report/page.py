@@ -13,7 +13,6 @@ import numpy as np
 from protofed.errors import MissingExtra, ProtoFedError
 from protofed.evaluation.forgetting import af_over_time
 from protofed.experiments.grid import Cell as GridCell
-from protofed.privacy.ledger import CLAIM
 from protofed.report import opening, provenance
 from protofed.report.ablations import ablation_part
 from protofed.report.beneficiaries import benefits
@@ -153,7 +152,7 @@ def render(chapters: Sequence[Chapter], warned: Sequence[str], unfinished: Seque
         of_grid=coverage_table(filled.of_grid) if filled.of_grid else None,
         lacking=[(cell.folder, state) for cell, state in filled.of_grid.lacking] if filled.of_grid else [],
         releases=provenance.releases(sections),
-        claim=CLAIM,
+        claim=provenance.claimed(run for section in sections for row in section.rows for run in row.runs),
         environments=provenance.environments(sections),
         commands=provenance.commands(sections),
         settings=provenance.settings(sections),

@@ -3,12 +3,15 @@
 import json
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from protofed.privacy.ledger import SHARE, claim
 from protofed.report.runs import Run
 from protofed.report.sections import Row, Section
+
+DELTA = 1e-5  # the config's default
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,14 @@ class Settings:
     seeds: str
     folders: str
     text: str
+
+
+def claimed(runs: Iterable[Run]) -> str:
+    """The claim of all runs that released something, with their δ and, where they all know it, their logs' shares."""
+    private = [run for run in runs if run.ledger]
+    deltas = {float(run.config.get("privacy", {}).get("delta", DELTA)) for run in private}
+    shares = [run.environment.get(SHARE) for run in private]
+    return claim(deltas or {DELTA}, [share for share in shares if share is not None] if None not in shares else ())
 
 
 def releases(sections: Sequence[Section]) -> tuple[Released, ...]:

@@ -8,6 +8,8 @@ from protofed.privacy.mechanism import GRID, Noise, add_gaussian_noise
 from protofed.privacy.upload import UploadRule, contributions
 from protofed.server.library import PrototypeLibrary
 
+LEAST_MASS = 2.0  # uploads a round: one client adds one, whatever it sends; the default K feeds three on average
+
 
 def exact_sums(
     z: Float[Tensor, "U d_z"], block: Int[Tensor, " U"], rule: UploadRule
@@ -39,13 +41,15 @@ def fedkmeans(
     *,
     count_weight: float = 0.25,
     momentum: float = 0.1,
-    least_mass: float = 1.0,
+    least_mass: float = LEAST_MASS,
 ) -> PrototypeLibrary:
     """The library one round later: running averages of the noised sums, prototypes along them. Eq. (9), eq:fedkmeans.
 
     v_k = normalise(average of sums): a direction needs no division by a noised count, unlike the printed mean. A
     prototype whose average mass is below `least_mass` uploads a round, or whose average has no direction, stays as it
-    is. A row with a non-finite number counts as no news. Post-processing: costs no ε.
+    is, so that one client alone cannot take it. Beside honest uploads, whose average has length L, one client turns it
+    by at most asin(momentum · radius / L) a round and asin(radius / L) in all. A row with a non-finite number counts
+    as no news. Post-processing: costs no ε.
     """
     noised = noised.to(library.v.dtype)
     news = torch.isfinite(noised).all(dim=-1)

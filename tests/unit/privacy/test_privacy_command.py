@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from protofed.cli.main import app
 from protofed.cli.privacy import privacy
 from protofed.errors import ConfigError
-from protofed.privacy.ledger import CLAIM, Release, write_ledger
+from protofed.privacy.ledger import SHARE, Release, claim, write_ledger
 
 
 def answer(*flags: str) -> dict:
@@ -40,14 +40,31 @@ def test_a_budget_gives_the_noise_by_both_accountants_and_epsilon_against_both_a
 
 def test_the_claim_is_printed_word_for_word():
     found = answer("--noise-multiplier", "2", "--rate", "1", "--rounds", "8")
-    assert found["claim"] == CLAIM
+    assert found["claim"] == claim([1e-5])
     for sentence in (
-        "(ε, δ) joint user-level differential privacy for a user's events after the base block, add / remove one user,",
-        "Events in the base block are not protected (56 to 93 % of later users have some).",
+        "(ε, δ) joint user-level differential privacy for a user's events after the base block, add / remove all of "
+        "them, δ = 1e-5.",
+        "Events in the base block are not protected (some later users have some).",
         "The catalogue, slice edges, the number of clients, preprocessing and hyper-parameters are taken as public;",
         "published metrics are not covered.",
     ):
-        assert sentence in CLAIM
+        assert sentence in found["claim"]
+
+
+def test_a_delta_of_ones_own_is_the_one_in_the_claim_and_the_only_one():
+    flags = ["privacy", "--noise-multiplier", "2", "--rate", "1", "--rounds", "8", "--delta", "1e-6"]
+    shown = CliRunner().invoke(app, flags, catch_exceptions=False).stdout
+    assert "δ = 1e-6." in shown
+    assert shown.count("δ") == 2  # (ε, δ), and what δ is
+
+
+def test_a_ledger_in_a_run_folder_brings_the_runs_share_of_users_with_base_events(tmp_path):
+    write_ledger(tmp_path / "ledger.json", (Release(2.0, 1.0, 8),))
+    assert "(some later users have some)" in answer("--ledger", str(tmp_path / "ledger.json"))["claim"]
+    (tmp_path / "environment.json").write_text(json.dumps({SHARE: 0.9891}))
+    found = answer("--ledger", str(tmp_path / "ledger.json"))
+    assert found[SHARE] == 0.9891
+    assert "(98.9 % of later users have some)" in found["claim"]
 
 
 def test_a_noise_gives_its_epsilon():
@@ -83,8 +100,7 @@ def test_the_text_states_delta_unit_trust_rate_and_rounds():
     shown = CliRunner().invoke(app, flags, catch_exceptions=False).stdout
     assert "noise multiplier for ε = 3.4, δ = 1e-05, central trust: PLD 3.5237" in shown
     assert "prototypes: noise multiplier 3.5237, rate 1, 8 rounds" in shown
-    assert "δ = 1e-05, per user, over all rounds together." in shown
-    assert CLAIM in shown
+    assert f"Per user, over all rounds together: {claim([1e-5])}" in shown
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,10 +10,13 @@ from hypothesis import strategies as st
 from protofed.errors import ConfigError, DataError
 from protofed.privacy.ledger import (
     Release,
+    claim,
     from_json,
     read_ledger,
     record_ahead,
     recorded,
+    share_beside,
+    share_with_base_events,
     streams,
     to_json,
     write_ledger,
@@ -40,6 +44,32 @@ def test_recording_one_by_one_keeps_every_round_of_every_stream(entries):
         ledger = recorded(ledger, release)
     assert streams(ledger) == streams(tuple(entries))
     assert sum(release.uploads for release in ledger) == sum(release.uploads for release in entries)
+
+
+def test_the_claim_says_the_runs_delta_and_the_logs_share_word_for_word():
+    assert claim([1e-5], [0.9893]) == (
+        "(ε, δ) joint user-level differential privacy for a user's events after the base block, add / remove all of "
+        "them, δ = 1e-5. Events in the base block are not protected (98.9 % of later users have some). The catalogue, "
+        "slice edges, the number of clients, preprocessing and hyper-parameters are taken as public; published metrics "
+        "are not covered."
+    )
+    assert "δ = 2.5e-6. Events in the base block are not protected (some later users have some)." in claim([2.5e-6])
+    assert "δ = 1e-6 or 1e-5. " in claim({1e-5, 1e-6})
+    assert "(56.1 to 98.9 % of later users" in claim([1e-5], [0.9893, 0.5612, 0.7])
+    assert "(100 % of later users" in claim([1e-5], [1.0])
+
+
+def test_the_share_is_of_users_with_events_after_the_base_block():
+    users = np.array([0, 1, 1, 2, 0, 3, 3, 4, 2])
+    assert share_with_base_events(users, 4) == 2 / 4  # 0 and 2 of 0, 2, 3, 4
+    assert share_with_base_events(users, len(users)) == 0
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"later_users_with_base_events": "all"}'])
+def test_a_run_that_wrote_no_share_has_none(tmp_path, text):
+    if text is not None:
+        (tmp_path / "environment.json").write_text(text)
+    assert share_beside(tmp_path / "ledger.json") is None
 
 
 def test_equal_rounds_are_one_entry_and_different_noise_is_another():

@@ -109,11 +109,12 @@ def test_seeds_that_released_different_things_have_a_line_each(tmp_path):
     assert found == [("fedavg, seed 0: prototypes", "2"), ("fedavg, seed 1: prototypes", "1")]
 
 
-def test_the_claim_is_left_out_where_its_delta_is_not_the_runs(tmp_path):
+def test_the_claim_is_made_with_the_delta_of_the_runs(tmp_path):
     write_run(tmp_path / "p", flat(0.2), method="fedavg", ledger=PRIVATE, settings="[privacy]\ndelta = 1e-6")
     text = to_markdown([compute(section) for section in group(find_runs(tmp_path)[0])], [])
     assert "| 1e-06 |" in text
     assert "δ = 1e-5" not in text
+    assert "δ = 1e-6. Events in the base block are not protected (some later users have some)." in text
 
 
 def md_cells(line: str) -> int:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protofed.privacy.mechanism import os_noise, seeded_noise
+from protofed.privacy.mechanism import GRID, os_noise, seeded_noise
 from protofed.privacy.upload import UploadRule
 from protofed.seeds import stream
 from protofed.server.assignment import nearest
@@ -56,6 +56,15 @@ def test_every_row_is_noised_alike_whether_anybody_fed_it_or_not():
     noise = noised_sums(z, block, rule, 1.5, seeded_noise(stream(0, "n"))) - exact_sums(z, block, rule)
     for part in (noise[:1_000], noise[1_000:], noise[:, -1]):
         assert part.std().item() == pytest.approx(1.5 * rule.sensitivity, rel=0.06)
+
+
+def test_sums_lie_on_the_grid_that_a_deployments_noise_has():
+    z, block = clients(50, 4)
+    steps = exact_sums(z, block, RULE) / GRID
+    assert torch.equal(steps, steps.round())
+    noised = noised_sums(z, block, RULE, 1.1282, os_noise) / GRID
+    assert torch.equal(noised, noised.round())
+    assert 0.5 < (noised - steps).std().item() * GRID / (1.1282 * RULE.sensitivity) < 2
 
 
 def test_without_noise_the_release_is_the_sum():
@@ -124,6 +133,60 @@ def test_prototypes_find_their_clusters_through_the_noise_of_the_default_budget(
         library = fedkmeans(library, noised_sums(z, nearest(z, library.v), rule, 1.1282, noise))
     after = (library.v * centres).sum(dim=1)
     assert before < 0.9 < after.min()
+
+
+def angle(one: torch.Tensor, other: torch.Tensor) -> float:
+    """In degrees, between unit vectors."""
+    return math.degrees(2 * math.asin(min(1.0, (one.double() - other.double()).norm().item() / 2)))
+
+
+def after_rounds(n: int, honest: torch.Tensor, bad: torch.Tensor, width: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """The prototype of the same honest uploads in n rounds, with and without one client who sends `bad` every time."""
+    rule, libraries = UploadRule(1, width), []
+    for z in (torch.cat([honest, bad[None]]), honest):
+        library = new_library(torch.eye(1, width))
+        for _ in range(n):
+            library = fedkmeans(library, exact_sums(z, torch.zeros(len(z), dtype=torch.int64), rule))
+        libraries.append(library)
+    return libraries[0].v[0], libraries[1].v[0]
+
+
+@given(st.integers(1, 40), st.integers(0, 2**32 - 1), st.floats(0.01, 1e6))
+def test_one_client_turns_a_prototype_by_no_more_than_its_share_of_the_running_sum(n, seed, size):
+    rng = torch.Generator().manual_seed(seed)
+    honest, bad = torch.randn(5, 4, generator=rng), size * torch.randn(4, generator=rng)
+    honest = torch.nn.functional.normalize(honest + torch.tensor([3.0, 0, 0, 0]), dim=1)
+    faded = 0.9**n
+    length = (faded * 3 * torch.eye(1, 4)[0] + (1 - faded) * honest.sum(0)).norm().item()  # of the honest average
+    moved, there = after_rounds(n, honest, bad)
+    assert angle(moved, there) <= math.degrees(math.asin((1 - faded) / length)) + 0.01
+
+
+def test_a_client_moves_a_prototype_by_two_degrees_a_round_and_by_twenty_if_it_never_stops():
+    library = fedkmeans(new_library(torch.eye(1, 4), mass=2.7), torch.tensor([[2.7, 1, 0, 0, 1]], dtype=torch.float64))
+    assert 2.0 < angle(library.v[0], torch.eye(1, 4)[0]) < math.degrees(math.asin(0.1 / 2.7)) < 2.13
+    honest = 0.9 * torch.eye(1, 4).expand(3, -1)  # length 2.7
+    moved, there = after_rounds(160, honest, torch.tensor([0.0, 1.0, 0.0, 0.0]))
+    assert 20.2 < angle(moved, there) < math.degrees(math.asin(1 / 2.7)) < 21.8
+    worst, there = after_rounds(160, honest, torch.tensor([-1 / 2.7, math.sqrt(1 - 1 / 2.7**2), 0.0, 0.0]))
+    assert angle(worst, there) == pytest.approx(21.7, abs=0.1)
+
+
+def test_a_prototype_without_honest_uploads_cannot_be_taken_by_one_client():
+    """It is followed while the mass of its start lasts, six rounds; at a least mass of 1 it was taken whole."""
+    nobody, bad = torch.zeros(0, 4), torch.tensor([0.0, 1.0, 0.0, 0.0])
+    for rounds in (6, 7, 160, 1_000):
+        moved, there = after_rounds(rounds, nobody, bad)
+        assert angle(moved, there) < math.degrees(math.asin((1 - 0.9**6) / (3 * 0.9**6))) < 17.2
+    assert torch.equal(after_rounds(7, nobody, bad)[0], after_rounds(1_000, nobody, bad)[0])
+
+
+def test_a_prototype_that_is_fed_as_much_as_k_is_chosen_for_is_never_held():
+    rule, library = UploadRule(2, 4), new_library(torch.eye(2, 4))
+    z = torch.nn.functional.normalize(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), dim=1).expand(6, -1)
+    for _ in range(30):
+        before, library = library, fedkmeans(library, exact_sums(z, torch.arange(6) % 2, rule))
+        assert (library.v != before.v).any(1).all()
 
 
 def test_the_printed_update_moves_towards_the_mean_and_keeps_empty_clusters():

@@ -6,7 +6,7 @@ import torch
 from torch import Generator
 
 from protofed.client.introductions import Introductions
-from protofed.privacy.mechanism import seeded_noise
+from protofed.privacy.mechanism import os_noise, seeded_noise
 from protofed.server.newcomers import RIDGE, fitted, introduced, told_rows, worth
 
 RNG = Generator().manual_seed(0)
@@ -36,6 +36,12 @@ def test_the_noise_lies_on_every_wanted_item_met_or_not():
     assert float(sums[wanted].std()) == pytest.approx(4.0, rel=0.02)  # 51,000 draws: a standard error of 0.3 %
     assert float(sums[wanted].std(0).min()) > 3.7
     assert (sums[~wanted] == 0).all()
+
+
+def test_a_deployment_may_take_its_noise_from_the_operating_system():
+    told, wanted = said(), torch.ones(12, dtype=torch.bool)
+    noise = introduced(told, wanted, 1e-3, os_noise) - introduced(told, wanted, 0.0, os_noise)
+    assert 0.5e-3 < float(noise.std()) < 2e-3
 
 
 def test_what_is_seen_of_an_item_is_doubted_by_its_count():

@@ -10,13 +10,16 @@ tenth of all train events so far, drawn anew. They are merged with a weight w of
 scores; `factor` averages A and B apart, as the published code does, which brings in cross terms B_l A_s.
 How it differs: no dropout inside LoRA; both start from the same A, without which `factor` would mean nothing. Rank 2
 each: 2 x 1,024 numbers in two blocks of width 64.
-Privacy: two trainings a slice to be paid for. A private run selects nothing, so w is 0.5.
+Privacy: two trainings a slice to be paid for. What a sample holds of the base block is learned plainly first, for free,
+so that private steps see later events alone; which events those are is drawn event by event. A private run selects
+nothing, so w is 0.5.
 """
 
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -27,9 +30,10 @@ from protofed.backbone.training import Descend, Fit, Task, best_of, train
 from protofed.backbone.validation import exam_of, mean_grade
 from protofed.methods.baselines.buffer import within
 from protofed.methods.baselines.finetune_last import fine_tuned
-from protofed.methods.frozen import BackboneState, backbone_evidence, rows_for, started
+from protofed.methods.frozen import BackboneState, backbone_evidence, on_base_block, rows_for, started
 from protofed.methods.protocol import Diagnostics, World
 from protofed.methods.variants import n_trained, way_of_modules
+from protofed.privacy.draws import uniform
 from protofed.seeds import numpy_stream, stream
 from protofed.slices.histories import Queries
 from protofed.slices.leaks import Evidence
@@ -106,13 +110,30 @@ class DualLoRA:
 
     def _continued(self, world: World, model: SASRec, slice_: TimeSlice, descend: Descend) -> tuple[SASRec, Fit]:
         """The long-term LoRA after a sample of everything so far; no row moves."""
-        events, training = slice_.all_train_positions, world.config.training
-        rng = numpy_stream(world.config.seed, "dual-lora", "sample", slice_.index)
-        chosen = events[rng.random(len(events)) < self.sample]
-        rate = self.learning_rate * self.long_rate
+        chosen = self._sampled(world, slice_)
+        if world.config.privacy.wrap:
+            public = chosen < slice_.bounds[0].end
+            model, _ = self._trained(world, model, world.base, chosen[public], on_base_block(world, descend))
+            chosen = chosen[~public]
+        return self._trained(world, model, slice_, chosen, descend)
+
+    def _sampled(self, world: World, slice_: TimeSlice) -> np.ndarray:
+        """The train events so far on which the long-term LoRA goes on."""
+        events, seed = slice_.all_train_positions, world.config.seed
+        if world.config.privacy.wrap:  # each event has a coin of its own, whatever other events there are
+            coins = uniform(seed, "dual-lora sample", torch.from_numpy(events), slice_.index).numpy()
+        else:
+            coins = numpy_stream(seed, "dual-lora", "sample", slice_.index).random(len(events))
+        return np.asarray(events[coins < self.sample])
+
+    def _trained(
+        self, world: World, model: SASRec, slice_: TimeSlice, events: np.ndarray, descend: Descend
+    ) -> tuple[SASRec, Fit]:
+        """The long-term LoRA after these events."""
+        training, rate = world.config.training, self.learning_rate * self.long_rate
         return train(
             model,
-            Task(slice_, chosen, training.slice_epochs, rate),
+            Task(slice_, events, training.slice_epochs, rate),
             training,
             seed=world.config.seed,
             descend=descend,

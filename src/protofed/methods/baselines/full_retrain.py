@@ -5,19 +5,29 @@ stops improving, with the base block's epoch cap: it is a training from scratch,
 How it differs: called an oracle elsewhere; under drift it need not be one, so we only report it. Under `--variant peft`
 the backbone of the base block stays and its prompt is drawn anew and trained on everything so far; item rows keep to
 the rule for all: those of earlier slices stay as they were learned, this slice's learn now.
-Privacy: a private run starts every slice from the warm-up, which has seen the base block alone, and takes its private
-steps on everything so far: a user's events of slice 1 are paid for again in every later one.
+Privacy: a private run starts every slice from the warm-up, which has learned the base block for free (under `peft` a
+plain training of the new prompt does), and takes its private steps on all train events after it, and on those alone: a
+user's events of slice 1 are paid for again in every later one.
 """
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from protofed.backbone.sasrec import SASRec
-from protofed.backbone.training import Descend, Task, train
-from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, started
+from protofed.backbone.training import Descend, Fit, Task, train
+from protofed.methods.frozen import (
+    BackboneState,
+    after_base_block,
+    backbone_evidence,
+    backbone_scores,
+    on_base_block,
+    rows_for,
+    started,
+)
 from protofed.methods.protocol import Diagnostics, World
 from protofed.methods.variants import is_peft, parts_to_train, prompted
 from protofed.seeds import stream
@@ -50,6 +60,24 @@ def first_weights(world: World, state: BackboneState, slice_: TimeSlice) -> tupl
     return model, model.has_row
 
 
+def retrained(
+    world: World, model: SASRec, new: Tensor, slice_: TimeSlice, events: np.ndarray, descend: Descend
+) -> tuple[SASRec, Fit]:
+    """The model after a training as long as the base block's on these events."""
+    config = world.config
+    rate = 0.0 if is_peft(world) else config.training.prompt_rate
+    task = Task(slice_, events, config.training.base_epochs, config.training.learning_rate, rate)
+    return train(
+        model,
+        task,
+        config.training,
+        seed=config.seed,
+        descend=descend,
+        trainable=parts_to_train(world, new),
+        progress=world.progress,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class FullRetrain:
     def start(self, world: World) -> BackboneState:
@@ -58,25 +86,15 @@ class FullRetrain:
     def learn(
         self, world: World, state: BackboneState, slice_: TimeSlice, descend: Descend
     ) -> tuple[BackboneState, Diagnostics]:
-        config = world.config
         model, new = first_weights(world, state, slice_)
-        task = Task(
-            slice_,
-            slice_.all_train_positions,
-            config.training.base_epochs,
-            config.training.learning_rate,
-            0.0 if is_peft(world) else config.training.prompt_rate,
-        )
         model = model.to(state.backbone.items.device)
-        model, fit = train(
-            model,
-            task,
-            config.training,
-            seed=config.seed,
-            descend=descend,
-            trainable=parts_to_train(world, new),
-            progress=world.progress,
-        )
+        events = slice_.all_train_positions
+        if world.config.privacy.wrap:
+            events = after_base_block(slice_)
+            if is_peft(world):
+                free = on_base_block(world, descend)
+                model, _ = retrained(world, model, new, world.base, world.base.train_positions, free)
+        model, fit = retrained(world, model, new, slice_, events, descend)
         return BackboneState(model, slice_.index, fit.newest_target), fit.diagnostics()
 
     def score(self, world: World, state: BackboneState, queries: Queries) -> Float[Tensor, "B I"]:
