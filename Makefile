@@ -1,5 +1,6 @@
 # make run    set everything up, run the main job on the embedded world, write report.html
-# make test   set everything up, check style and types, run all tests
+# make test   set everything up, check style and types, run all tests but the long ones
+# make test-long   tens of thousands of random cases, on top of `make test`
 # make report rebuild the reports of docs/ (report, more_logs, paper_size, sensitivity) and its tables from the committed runs
 PYTHON ?= python3
 VENV   ?= .venv
@@ -8,13 +9,16 @@ WORKERS ?= 2
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test check unit report clean
+.PHONY: run test test-long check unit report clean
 
 run: $(READY)
 	$(BIN)/python -m protofed.cli.main demo --out runs/demo --report report.html
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not long"
+
+test-long: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m long
 
 check: $(READY)
 	$(BIN)/ruff check .
@@ -22,7 +26,7 @@ check: $(READY)
 	$(BIN)/mypy
 
 unit: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow" tests/unit tests/properties
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow and not long" tests/unit tests/properties
 
 report: $(READY)
 	$(BIN)/python -m protofed.cli.main report results/pack -o docs/report.html --grid experiments/overall.toml --grid experiments/overall-tier2.toml --tuned results/tune --tuned results/tune/yelp

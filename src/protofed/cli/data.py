@@ -35,16 +35,19 @@ def prepare(
     name: str = typer.Argument(help="An official data set, as `protofed data list` names it."),
     source: Path = typer.Option(..., "--source", help="The official file, or the folder that holds it."),
     root: Path = ROOT,
+    encoding: str = typer.Option(catalog.UTF8, "--encoding", help="The file's text: utf-8, latin-1 or cp1252."),
     target: str | None = typer.Option(None, "--as", help="The name of the prepared log (default: NAME)."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace a different log of that name."),
     as_json: bool = AS_JSON,
 ) -> None:
     """Read official files once and write them as a prepared log."""
     dataset = catalog.dataset(name)
+    catalog.check_encoding(encoding)
     with shown(Console(stderr=True)) as progress:
-        log = catalog.loader(dataset)(source, progress)
+        log = catalog.loader(dataset)(source, progress, encoding=encoding)
     target = target or (log.name if dataset is catalog.RECBOLE else name)
-    note = {"dataset": dataset.name, "family": dataset.family, "file": source.name, "rows": len(log)}
+    note: dict[str, object] = {"dataset": dataset.name, "family": dataset.family, "file": source.name, "rows": len(log)}
+    note |= {"encoding": encoding} if encoding != catalog.UTF8 else {}
     file = prepared.save_log(log, root, target, source=note, overwrite=overwrite)
     size = counts(log)
     if as_json:

@@ -2,15 +2,24 @@
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from protofed.data.interactions import InteractionLog
-from protofed.errors import DatasetNotFound, MissingExtra
-from protofed.progress import Progress
+from protofed.errors import ConfigError, DatasetNotFound, MissingExtra
+from protofed.progress import Progress, silent
 
-Load = Callable[[Path, Progress], InteractionLog]
+UTF8 = "utf-8"
+ENCODINGS = (UTF8, "latin-1", "cp1252")  # a line of theirs ends in one byte
+
+
+@runtime_checkable
+class Load(Protocol):
+    """Reads the official files, or the folder that holds them."""
+
+    def __call__(self, path: Path, progress: Progress = silent, *, encoding: str = UTF8) -> InteractionLog: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +128,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if near:
         return f" (did you mean {alike[near[0]]!r}?)"
     return f" among {', '.join(names)}" if names else ""
+
+
+def check_encoding(name: str) -> None:
+    """Refuse an encoding that official files are not read in."""
+    if name not in ENCODINGS:
+        raise ConfigError(
+            f"--encoding must be one of {', '.join(ENCODINGS)}, got {name!r}; convert the file by `iconv`"
+        )
 
 
 def loader(known: Dataset) -> Load:

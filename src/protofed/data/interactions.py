@@ -107,8 +107,10 @@ def first_appearance(codes: np.ndarray, n_codes: int) -> tuple[np.ndarray, np.nd
 def integer_codes(values: np.ndarray) -> tuple[np.ndarray, pa.Array]:
     """Codes of integer identifiers, and the identifier of each code (some of which no row may use)."""
     low, high = int(values.min()), int(values.max())
+    if values.dtype.itemsize < 4:  # 100 - -100 does not fit into 8 bits
+        values = values.astype(np.int32)
     if high - low < 4 * len(values) + STEP:  # dense enough: the identifier itself is the code
-        return values - low, pa.array(np.arange(low, high + 1))
+        return values - low, pa.array(low + np.arange(high - low + 1, dtype=np.uint64 if high >= 2**63 else np.int64))
     known = np.unique(values)
     return np.searchsorted(known, values), pa.array(known)
 

@@ -1,12 +1,14 @@
 """Prepared logs: ROOT/NAME/interactions.parquet, read and written by pyarrow alone."""
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from protofed.data import filters
@@ -35,7 +37,7 @@ def load_log(name: str, root: Path | str, canonical: bool = True) -> Interaction
 def family(name: str, root: Path | str) -> str:
     """The family whose canonical rule a prepared log follows: of its source.json, else of its folder's name."""
     source = source_of(name, root).get("family")
-    return str(source) if source in filters.CANONICAL else filters.family_of(name)
+    return source if isinstance(source, str) and source in filters.CANONICAL else filters.family_of(name)
 
 
 def source_of(name: str, root: Path | str) -> dict[str, object]:
@@ -45,7 +47,7 @@ def source_of(name: str, root: Path | str) -> dict[str, object]:
         return {}
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as broken:
+    except (ValueError, RecursionError, OSError) as broken:
         raise DataError(f"{file}: must be JSON, found {broken}; remove it or run `protofed data prepare`") from broken
     return found if isinstance(found, dict) else {}
 
@@ -56,35 +58,59 @@ def save_log(
     """The parquet file written: whole or not at all; a different log of that name stays unless `overwrite`."""
     folder = Path(root) / _plain(name)
     file = folder / LOG_FILE
-    if file.is_file() and not overwrite and not _same(log, _log_of(name, _read(file), file)):
-        raise DataError(
-            f"{file}: holds another log than the one to be written; pass --overwrite, or another name by --as"
-        )
     note = json.dumps(dict(source), indent=2, sort_keys=True) + "\n"
-    folder.mkdir(parents=True, exist_ok=True)
     staged = {final: folder / f".{final}.{os.getpid()}.tmp" for final in (SOURCE_FILE, LOG_FILE)}
+    try:
+        if file.is_file() and not overwrite and not _holds(log, name, file):
+            raise DataError(
+                f"{file}: holds another log than the one to be written; pass --overwrite, or another name by --as"
+            )
+        made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_both(log, note, staged, folder, made)
+    except OSError as closed:
+        raise DataError(f"{file}: cannot be written: {closed.strerror or closed}; give another --root") from closed
+    return file
+
+
+def _holds(log: InteractionLog, name: str, file: Path) -> bool:
+    """Whether the file is this log; a damaged one is not."""
+    try:
+        return _same(log, _log_of(name, _read(file), file))
+    except DataError:
+        return False
+
+
+def _write_both(log: InteractionLog, note: str, staged: Mapping[str, Path], folder: Path, made: Sequence[Path]) -> None:
+    """Both files in their places; where that fails, neither they nor the folders made for them are left."""
     try:
         staged[SOURCE_FILE].write_text(note, encoding="utf-8")
         _write(log, staged[LOG_FILE])
         for final, temporary in staged.items():  # the log last: it makes the folder a prepared one
             temporary.replace(folder / final)
-    finally:
+    except BaseException:
         for temporary in staged.values():
             temporary.unlink(missing_ok=True)
-    return file
+        for empty in made:
+            with contextlib.suppress(OSError):  # somebody else has written there
+                empty.rmdir()
+        raise
 
 
 def _plain(name: str) -> str:
-    if name != Path(name).name or name.startswith("."):
+    if not name or name != Path(name).name or name.startswith(".") or not name.isprintable():
         raise DatasetNotFound(f"a data set is named by its folder alone, found {name!r}; give the folder by --root")
     return name
 
 
 def _log_file(name: str, root: Path) -> Path:
     file = root / _plain(name) / LOG_FILE
-    if file.is_file():
-        return file
-    known = prepared_names(root)
+    try:
+        if file.is_file():
+            return file
+        known = prepared_names(root)
+    except OSError as closed:
+        raise DatasetNotFound(f"no prepared log {name!r} under {root}: {closed.strerror}; give --root") from closed
     if not known:
         raise DatasetNotFound(
             f"no prepared log {name!r} under {root}, which holds none; give --root or run `protofed data prepare`"
@@ -98,19 +124,28 @@ def _read(file: Path) -> pa.Table:
     """The columns we know, strings dictionary-encoded as they are read."""
     try:
         schema = pq.read_schema(file)
-        absent = [name for name in NEEDED if name not in schema.names]
-        if absent:
-            raise DataError(
-                f"{file}: a prepared log needs the columns {', '.join(NEEDED)}, found no {', '.join(absent)} among "
-                f"{', '.join(schema.names)}; rename them or run `protofed data prepare`"
-            )
+        _check_columns(file, schema.names)
         wanted = [name for name in (*NEEDED, *OPTIONAL) if name in schema.names]
         texts = [name for name in wanted if _is_text(schema.field(name).type)]
         with pq.ParquetFile(file, read_dictionary=texts) as parquet:
-            return parquet.read(columns=wanted).unify_dictionaries()
-    except (pa.ArrowException, OSError) as broken:
-        reason = str(broken).splitlines()[0]
+            table = parquet.read(columns=wanted)
+        table.validate(full=True)
+        return table.unify_dictionaries()
+    except (pa.ArrowException, OSError, ValueError) as broken:
+        reason = " ".join(str(broken).split())[:200]
         raise DataError(f"{file}: must be a whole parquet file, found {reason}; prepare it again") from broken
+
+
+def _check_columns(file: Path, names: Sequence[str]) -> None:
+    absent = [name for name in NEEDED if name not in names]
+    if absent:
+        raise DataError(
+            f"{file}: a prepared log needs the columns {', '.join(NEEDED)}, found no {', '.join(absent)} among "
+            f"{', '.join(map(repr, names))}; rename them or run `protofed data prepare`"
+        )
+    twice = [name for name in (*NEEDED, *OPTIONAL) if names.count(name) > 1]
+    if twice:
+        raise DataError(f"{file}: each column must be there once, found {', '.join(twice)} twice; rename one of them")
 
 
 def _is_text(kind: pa.DataType) -> bool:
@@ -135,7 +170,7 @@ def _log_of(name: str, table: pa.Table, file: Path) -> InteractionLog:
         _seconds(table["timestamp"], file),
         user_ids,
         item_ids,
-        ratings=table["rating"].cast(pa.float32()).to_numpy() if "rating" in present else None,
+        ratings=_ratings(table["rating"], file) if "rating" in present else None,
         events=pa.DictionaryArray.from_arrays(*_codes(table["event"], file, "event")) if "event" in present else None,
         sessions=_sessions(table["session"], file) if "session" in present else None,
     )
@@ -148,8 +183,31 @@ def _codes(column: pa.ChunkedArray, file: Path, name: str) -> tuple[np.ndarray, 
     if pa.types.is_dictionary(column.type):
         whole = column.combine_chunks()
         whole = whole.chunk(0) if isinstance(whole, pa.ChunkedArray) else whole
+        _check_texts(whole.dictionary, file, name)
         return whole.indices.to_numpy(), whole.dictionary
     raise DataError(f"{file}: {name} must hold integers or strings, found {column.type}; convert it")
+
+
+def _check_texts(values: pa.Array, file: Path, name: str) -> None:
+    """Refuse what would make two lines of one identifier, or no identifier at all."""
+    if not _is_text(values.type):
+        return
+    unusable = pc.or_(pc.equal(pc.binary_length(values), 0), pc.match_substring_regex(values, "[\r\n\\x00]"))
+    if (found := values.filter(unusable)) and name != "event":
+        raise DataError(
+            f"{file}: {name} must be one line of text that is not empty, found {found[0].as_py()!r}; drop those rows"
+        )
+
+
+def _ratings(column: pa.ChunkedArray, file: Path) -> np.ndarray:
+    """The ratings; a row without one is not a number."""
+    kind = column.type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
+        raise DataError(f"{file}: rating must hold numbers, found the type {kind}; convert it")
+    ratings: np.ndarray = column.cast(pa.float32(), safe=False).to_numpy()
+    if np.isinf(ratings).any():
+        raise DataError(f"{file}: rating must hold finite numbers, found {ratings[np.isinf(ratings)][0]}; drop it")
+    return ratings
 
 
 def _sessions(column: pa.ChunkedArray, file: Path) -> np.ndarray:
@@ -161,7 +219,7 @@ def _seconds(column: pa.ChunkedArray, file: Path) -> np.ndarray:
         raise DataError(f"{file}: timestamp must hold whole unix seconds, found the type {column.type}; convert it")
     try:
         times: np.ndarray = column.cast(pa.int64()).to_numpy()
-    except pa.ArrowInvalid as broken:
+    except pa.ArrowException as broken:
         raise DataError(f"{file}: timestamp must hold whole unix seconds, found {broken}; round them down") from broken
     check_seconds(times, str(file))
     return times
@@ -204,5 +262,5 @@ def _same(one: InteractionLog, other: InteractionLog) -> bool:
 def _same_rows(one: pa.Table, other: pa.Table) -> bool:
     try:
         return bool(one.equals(other.cast(one.schema)))
-    except (pa.ArrowInvalid, ValueError):  # other columns, or strings that are no numbers
+    except (pa.ArrowException, ValueError):  # other columns, or strings that are no numbers
         return False

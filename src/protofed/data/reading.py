@@ -4,6 +4,8 @@ import gzip
 import io
 import json
 import logging
+import re
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +19,7 @@ from typing import IO, Any
 import numpy as np
 import pyarrow as pa
 
+from protofed.data.catalog import ENCODINGS, UTF8
 from protofed.data.interactions import (
     InteractionLog,
     check_seconds,
@@ -35,10 +38,18 @@ except ImportError as missing:
 logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 16 << 20
-HEAD_BYTES = 1 << 20  # no line of any format is this long
+HEAD_BYTES = 1 << 20
+LONGEST_LINE = 1 << 20  # bytes; no line of any format is this long
 EARLIEST_MILLISECONDS = 10**11  # 1973; as seconds it would be the year 5138
 MOST_EVENTS = 100  # their codes have one byte
+HOPELESS = 1_000_000  # so many malformed rows, and more than half: the rest of the file is not read
 PACKED = ("", ".gz", ".zip")
+BOUNDED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the others unpack a whole block at once, however large it gets
+BOM = b"\xef\xbb\xbf"
+NOT_IN_IDS = ["\n", "\r", "\0"]  # polars reads half a surrogate pair of JSON as \0, whichever half it was
+BROKEN_ARCHIVE = (
+    EOFError, RuntimeError, ValueError, struct.error, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile
+)  # fmt: skip
 EXTRA = "beyond the last column"
 SEPARATORS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars", " ": "spaces"}
 Shape = Callable[[pl.DataFrame], pl.DataFrame]
@@ -73,9 +84,9 @@ class Tally:
         self.dropped[why] = self.dropped.get(why, 0) + len(frame) - len(kept)
         return kept
 
-    def malform(self, frame: pl.DataFrame) -> pl.DataFrame:
-        """The rows without a null; the others, of a block already counted, turn out to be malformed."""
-        kept = frame.drop_nulls()
+    def malform(self, frame: pl.DataFrame, good: pl.Series | None = None) -> pl.DataFrame:
+        """The good rows (those without a null); the others, of a block already counted, turn out to be malformed."""
+        kept = frame.drop_nulls() if good is None else frame.filter(good)
         if len(kept) < len(frame):
             self.first_malformed = self.first_malformed or self.rows - len(frame) + 1
             self.malformed += len(frame) - len(kept)
@@ -84,14 +95,19 @@ class Tally:
 
 def locate(source: Path, names: Sequence[str], what: str) -> Path:
     """The official file: `source` itself, or the first of `names` (packed or not) in the folder `source`."""
-    if source.is_file():
-        return source
-    if not source.is_dir():
-        raise DatasetNotFound(f"no {what} at {source}: no such file or folder; see docs/datasets.md for how to get it")
-    for name in names:
-        for ending in PACKED:
-            if (source / f"{name}{ending}").is_file():
-                return source / f"{name}{ending}"
+    try:
+        if source.is_file():
+            return source
+        if not source.is_dir():
+            raise DatasetNotFound(
+                f"no {what} at {source}: no such file or folder; see docs/datasets.md for how to get it"
+            )
+        for name in names:
+            for ending in PACKED:
+                if (source / f"{name}{ending}").is_file():
+                    return source / f"{name}{ending}"
+    except OSError as closed:
+        raise DatasetNotFound(f"no {what} at {source}: {closed.strerror}; name the file or folder") from closed
     wanted = ", ".join(names)
     raise DatasetNotFound(f"no {what} in the folder {source}: it holds none of {wanted}; see docs/datasets.md")
 
@@ -111,7 +127,7 @@ def opened(path: Path, member: Sequence[str] = ()) -> Iterator[tuple[IO[bytes], 
             raw.seek(0)
             stream = io.BufferedReader(gzip.GzipFile(fileobj=raw)) if packed else raw
             yield stream, raw.tell, path.stat().st_size
-    except (EOFError, zlib.error, gzip.BadGzipFile, zipfile.BadZipFile) as broken:
+    except BROKEN_ARCHIVE as broken:
         raise DataError(f"{path}: the archive must be whole, found {broken}; download it again") from broken
     except OSError as broken:
         raise DataError(f"{path}: cannot be read: {broken.strerror or broken}") from broken
@@ -121,32 +137,84 @@ def _only_member(archive: zipfile.ZipFile, path: Path, wanted: Sequence[str]) ->
     files = [info for info in archive.infolist() if not info.is_dir()]
     named = [info for info in files if Path(info.filename).name in wanted]
     if named or len(files) == 1:
-        return (named or files)[0]
+        info = (named or files)[0]
+        if info.compress_type in BOUNDED:
+            return info
+        raise DataError(f"{path}: a zip archive must be deflated, found method {info.compress_type}; unpack it first")
     raise DataError(f"{path}: the archive holds {len(files)} files, none of them {', '.join(wanted)}; unpack it first")
 
 
-def head(path: Path, member: Sequence[str] = ()) -> list[str]:
+def head(path: Path, member: Sequence[str] = (), encoding: str = UTF8) -> list[str]:
     """The first whole lines of a file, without their line ends."""
     with opened(path, member) as (stream, _, _):
         start = stream.read(HEAD_BYTES)
+    cut = len(start) == HEAD_BYTES
+    start = start.removeprefix(BOM)
     if not start.strip():
         raise DataError(f"{path}: a log needs at least one row, found an empty file")
     if start[257:262] == b"ustar":
         raise DataError(f"{path}: found a tar archive where the file itself belongs; run `tar xf {path}` first")
-    if b"\0" in start or (len(start) == HEAD_BYTES and b"\n" not in start):
+    if b"\0" in start or (cut and b"\n" not in start):
         raise DataError(f"{path}: lines of text belong here, found binary data; see docs/datasets.md for the format")
-    lines = start.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace").splitlines()
-    return lines[:-1] if len(start) == HEAD_BYTES else lines
+    if b"\r" in start and b"\n" not in start:
+        raise DataError(
+            f"{path}: lines must end in a line feed, found carriage returns alone; "
+            "convert it by `tr '\\r' '\\n' < FILE > NEW`"
+        )
+    lines = [line.removesuffix("\r") for line in start.decode(encoding, "replace").split("\n")]
+    return lines[:-1] if cut or not lines[-1] else lines
 
 
 def blocks(
-    path: Path, progress: Progress = silent, *, member: Sequence[str] = (), block_bytes: int = BLOCK_BYTES
+    path: Path,
+    progress: Progress = silent,
+    *,
+    member: Sequence[str] = (),
+    encoding: str = UTF8,
+    block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[bytes]:
-    """The file in order, in pieces that end where a line ends."""
+    """The file in order as UTF-8, in pieces that end where a line ends."""
+    start = 0
     with opened(path, member) as (stream, done, total):
         while block := stream.read(block_bytes):
-            yield block + stream.readline()
+            rest = stream.readline(LONGEST_LINE)
+            block += rest
+            if len(rest) == LONGEST_LINE and not rest.endswith(b"\n"):
+                line = _line_at(path, member, start, block[: block.rfind(b"\n") + 1])
+                raise DataError(
+                    f"{path}, line {line:,}: a line must be shorter than {LONGEST_LINE:,} bytes, found a longer one; "
+                    "is it the official file?"
+                )
+            yield _as_utf8(block if start else block.removeprefix(BOM), encoding, path, member, start)
+            start += len(block)
             progress(f"reading {path.name}", float(done()), float(total))
+
+
+def _as_utf8(block: bytes, encoding: str, path: Path, member: Sequence[str], start: int) -> bytes:
+    """The block as UTF-8, or an error that names the line; a byte guessed could make two users one."""
+    if block.isascii():
+        return block
+    try:
+        text = block.decode(encoding)
+        return block if encoding == UTF8 else text.encode()
+    except UnicodeDecodeError as broken:
+        line = _line_at(path, member, start, block[: broken.start])
+        found = block[broken.start :][:1].hex()
+        others = " or ".join(name for name in ENCODINGS if name != encoding)
+        raise DataError(
+            f"{path}, line {line:,}: the text must be {encoding}, found the byte 0x{found}; "
+            f"repair the line, or name the encoding the file has by --encoding ({others})"
+        ) from broken
+
+
+def _line_at(path: Path, member: Sequence[str], start: int, then: bytes) -> int:
+    """The number of the line that follows the first `start` bytes of the file and the bytes `then`."""
+    line = 1 + then.count(b"\n")
+    with opened(path, member) as (stream, _, _):
+        while start and (block := stream.read(min(start, BLOCK_BYTES))):
+            line += block.count(b"\n")
+            start -= len(block)
+    return line
 
 
 def check_first_lines(path: Path, lines: Sequence[str], layout: Layout) -> list[str]:
@@ -165,13 +233,22 @@ def check_first_lines(path: Path, lines: Sequence[str], layout: Layout) -> list[
                 "remove the first line"
             )
         return names
+    if len(set(first)) < len(first):
+        raise DataError(
+            f"{path}: the header must name each column once, found {lines[0][:80]!r}; rename one of the equal columns"
+        )
     absent = [name for name in layout.required or names if name not in first]
     if absent:
         raise DataError(
-            f"{path}: the first line must be the header {layout.separator.join(names)!r}, found no {', '.join(absent)} "
+            f"{path}: the first line must be the header {layout.separator.join(names)!r}, found no {_listed(absent)} "
             f"in {lines[0][:80]!r}; put the header back or get the official file"
         )
     return first
+
+
+def _listed(names: Iterable[str]) -> str:
+    """The names on one line, whatever they hold."""
+    return ", ".join(name if name.isprintable() else repr(name) for name in names)
 
 
 def fields(line: str, layout: Layout) -> list[str]:
@@ -195,32 +272,58 @@ def table(
     progress: Progress = silent,
     *,
     member: Sequence[str] = (),
+    encoding: str = UTF8,
     block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[pl.DataFrame]:
     """The well-formed rows of a delimited file, block by block; the others are counted."""
-    names = check_first_lines(path, head(path, member), layout)
+    names = check_first_lines(path, head(path, member, encoding), layout)
     schema = {name: layout.columns.get(name, pl.String) for name in names} | {EXTRA: pl.String}
     wanted = tuple(name for name in layout.columns if name in names and name not in layout.unread)
 
     def parse(block: bytes, skip: bool) -> pl.DataFrame:
-        rows = pl.scan_csv(
-            block.split(b"\n", 1)[1] if skip else block,
-            schema=schema,
-            has_header=False,
-            separator=layout.separator,
-            quote_char=layout.quote,
-            encoding="utf8-lossy",
-            ignore_errors=True,
-            truncate_ragged_lines=True,
-            missing_columns="insert",
-            extra_columns="ignore",
-        )
-        return rows.select(*wanted, EXTRA).collect()
+        rows = block.partition(b"\n")[2] if skip else block
+        if layout.quote and b'"' in rows and _breaks_a_quote(rows):
+            rows = _without_misquoted(rows, layout.separator)
+        try:
+            return _parsed(rows, layout, schema).select(*wanted, EXTRA).collect()
+        except pl.exceptions.PolarsError:  # a quote inside a field
+            rows = _without_misquoted(rows, layout.separator)
+            return _parsed(rows, layout, schema).select(*wanted, EXTRA).collect()
 
-    read = blocks(path, progress, member=member, block_bytes=block_bytes)
+    read = blocks(path, progress, member=member, encoding=encoding, block_bytes=block_bytes)
     parsed = (partial(parse, block, layout.header and place == 0) for place, block in enumerate(read))
     for frame in one_ahead(parsed):
         yield well_formed(frame, layout.required or wanted, tally)
+
+
+def _parsed(rows: bytes, layout: Layout, schema: Mapping[str, Kind]) -> pl.LazyFrame:
+    """The rows of whole lines without a header; a value of the wrong kind is null."""
+    return pl.scan_csv(
+        rows,
+        schema=dict(schema),
+        has_header=False,
+        separator=layout.separator,
+        quote_char=layout.quote,
+        encoding="utf8-lossy",
+        ignore_errors=True,
+        truncate_ragged_lines=True,
+        missing_columns="insert",
+        extra_columns="ignore",
+    )
+
+
+def _breaks_a_quote(rows: bytes) -> bool:
+    """Whether a line ends between two quotes: a stray one would swallow the lines up to the next."""
+    marks = np.frombuffer(rows, np.uint8)
+    quotes_before = np.searchsorted(np.flatnonzero(marks == ord('"')), np.flatnonzero(marks == ord("\n")))
+    return bool((quotes_before % 2).any()) or rows.count(b'"') % 2 == 1
+
+
+def _without_misquoted(rows: bytes, separator: str) -> bytes:
+    """The rows with an empty line, which is malformed, in place of each with a quote elsewhere than around a value."""
+    value = rf'(?:[^"{separator}]*|"[^"]*")'
+    proper = re.compile(rf"{value}(?:{separator}{value})*".encode())
+    return b"\n".join(line if b'"' not in line or proper.fullmatch(line) else b"" for line in rows.split(b"\n"))
 
 
 def one_ahead(calls: Iterable[Callable[[], pl.DataFrame]]) -> Iterator[pl.DataFrame]:
@@ -237,27 +340,30 @@ def one_ahead(calls: Iterable[Callable[[], pl.DataFrame]]) -> Iterator[pl.DataFr
 
 
 def json_lines(
-    path: Path, schema: Mapping[str, Kind], tally: Tally, progress: Progress = silent
+    path: Path, schema: Mapping[str, Kind], tally: Tally, progress: Progress = silent, *, encoding: str = UTF8
 ) -> Iterator[pl.DataFrame]:
     """The well-formed objects of a JSON-lines file, block by block; the others are counted."""
-    first = head(path)[0]
+    first = head(path, encoding=encoding)[0]
     if not first.lstrip().startswith("{"):
         raise DataError(f"{path}: one JSON object per line belongs here, found {first[:80]!r}; get the official file")
-    for block in blocks(path, progress):
+    for block in blocks(path, progress, encoding=encoding):
         try:
             frame = pl.read_ndjson(block, schema=dict(schema), ignore_errors=True)
-        except pl.exceptions.ComputeError:
-            frame = pl.read_ndjson(_mended(block), schema=dict(schema), ignore_errors=True)
+        except pl.exceptions.PolarsError:
+            frame = pl.read_ndjson(_mended(block, schema), schema=dict(schema), ignore_errors=True)
         yield well_formed(frame.select(list(schema)), tuple(schema), tally)
 
 
-def _mended(block: bytes) -> bytes:
-    """The block with an empty object in place of every line that is no JSON object."""
+def _mended(block: bytes, wanted: Iterable[str]) -> bytes:
+    """The wanted plain values of every object, and an empty object in place of every line that is none."""
 
     def mended(line: bytes) -> bytes:
         try:
-            return line if isinstance(json.loads(line), dict) else b"{}"
-        except ValueError:
+            found = json.loads(line)
+            plain = {name: found[name] for name in wanted if isinstance(found.get(name), str | int | float)}
+            text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
+            return text.encode()  # not for half a surrogate pair
+        except (ValueError, AttributeError, RecursionError):
             return b"{}"
 
     return b"\n".join(mended(line) for line in block.splitlines() if line.strip())
@@ -348,8 +454,10 @@ def gather(name: str, frames: Iterator[pl.DataFrame], shape: Shape, tally: Tally
     """The log of all frames, each brought to columns user, item, time (and rating, event) by `shape`."""
     pieces = Pieces()
     for frame in frames:
-        if len(shaped := shape(frame)):
-            pieces.add(shaped)
+        if len(usable := _usable(shape(frame), tally)):
+            pieces.add(usable)
+        if tally.malformed > HOPELESS and 2 * tally.malformed > tally.rows:
+            break  # `report` refuses the file
     report(name, path, tally)
     times = pieces.taken("time")
     if times is None:
@@ -370,6 +478,17 @@ def gather(name: str, frames: Iterator[pl.DataFrame], shape: Shape, tally: Tally
     items, item_ids = pieces.codes("item", items)
     coded = None if events is None else pa.DictionaryArray.from_arrays(pa.array(events), pa.array(pieces.events))
     return from_codes(name, users, items, times, user_ids, item_ids, ratings=ratings, events=coded)
+
+
+def _usable(frame: pl.DataFrame, tally: Tally) -> pl.DataFrame:
+    """The rows whose identifiers are one line of text and whose rating is a number; the others are malformed."""
+    texts = [pl.col(name) for name in ("user", "item") if frame.schema[name] == pl.String]
+    good = [(text.str.len_bytes() > 0) & ~text.str.contains_any(NOT_IN_IDS) for text in texts]
+    good += [pl.col("rating").is_finite()] if "rating" in frame.columns else []
+    if not good:
+        return frame
+    mask = frame.select(pl.all_horizontal(good).alias("good"))["good"]
+    return frame if mask.all() else tally.malform(frame, mask)
 
 
 def _sorted(keys: np.ndarray) -> np.ndarray:

@@ -74,8 +74,15 @@ def stats_of(log: InteractionLog, family: str = "") -> LogStats:
         median_rows_per_user=float(np.median(np.bincount(log.users.numpy()))),
         median_rows_per_item=float(np.median(np.bincount(log.items.numpy()))),
         events=event_counts(log),
-        mean_rating=None if log.ratings is None else round(float(np.nanmean(log.ratings.double().numpy())), 4),
+        mean_rating=_mean_rating(log),
     )
+
+
+def _mean_rating(log: InteractionLog) -> float | None:
+    """The mean of the ratings there are; None where there is none."""
+    if log.ratings is None or bool(log.ratings.isnan().all()):
+        return None
+    return round(float(np.nanmean(log.ratings.double().numpy())), 4)
 
 
 def counts(log: InteractionLog) -> Counts:

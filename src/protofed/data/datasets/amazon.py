@@ -5,6 +5,7 @@ from pathlib import Path
 
 import polars as pl
 
+from protofed.data.catalog import UTF8
 from protofed.data.filters import deduplicate
 from protofed.data.interactions import InteractionLog
 from protofed.data.reading import Layout, Tally, gather, head, json_lines, locate, milliseconds, table
@@ -26,26 +27,26 @@ REVIEWS = {"reviewerID": pl.String, "asin": pl.String, "overall": pl.Float32, "u
 RENAMED = dict(zip([*REVIEWS, *LAYOUTS[2023].columns], WANTED * 2, strict=True))
 
 
-def load_books(path: Path, progress: Progress = silent) -> InteractionLog:
+def load_books(path: Path, progress: Progress = silent, *, encoding: str = UTF8) -> InteractionLog:
     """The ratings of Amazon-Books."""
-    return load(path, progress, category="Books")
+    return load(path, progress, category="Books", encoding=encoding)
 
 
-def load_electronics(path: Path, progress: Progress = silent) -> InteractionLog:
+def load_electronics(path: Path, progress: Progress = silent, *, encoding: str = UTF8) -> InteractionLog:
     """The ratings of Amazon-Electronics."""
-    return load(path, progress, category="Electronics")
+    return load(path, progress, category="Electronics", encoding=encoding)
 
 
-def load(path: Path, progress: Progress = silent, *, category: str = "Books") -> InteractionLog:
+def load(path: Path, progress: Progress = silent, *, category: str = "Books", encoding: str = UTF8) -> InteractionLog:
     """The ratings of one category, exact duplicates dropped; the edition is told by the file itself."""
     names = [name.format(category) for name in FILES]
     file, tally = locate(path, names, f"Amazon ratings of {category}"), Tally()
-    edition = edition_of(file, head(file, names))
+    edition = edition_of(file, head(file, names, encoding))
     if file.name.removesuffix(".gz").endswith((".json", ".jsonl")):
         schema = LAYOUTS[2023].columns if edition == 2023 else REVIEWS
-        frames = json_lines(file, schema, tally, progress)
+        frames = json_lines(file, schema, tally, progress, encoding=encoding)
     else:
-        frames = table(file, LAYOUTS[edition], tally, progress, member=names)
+        frames = table(file, LAYOUTS[edition], tally, progress, member=names, encoding=encoding)
 
     def shape(frame: pl.DataFrame) -> pl.DataFrame:
         frame = frame.rename(RENAMED, strict=False).select(WANTED)
@@ -78,5 +79,5 @@ def edition_of(file: Path, lines: list[str]) -> int:
 def _first_object(file: Path, line: str) -> dict[str, object]:
     try:
         return dict(json.loads(line))
-    except ValueError as broken:
+    except (ValueError, RecursionError) as broken:
         raise DataError(f"{file}: one JSON object per line belongs here, found {line[:80]!r}") from broken

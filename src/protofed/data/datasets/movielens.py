@@ -4,6 +4,7 @@ from pathlib import Path
 
 import polars as pl
 
+from protofed.data.catalog import UTF8
 from protofed.data.interactions import InteractionLog
 from protofed.data.reading import Layout, Tally, gather, head, locate, table
 from protofed.progress import Progress, silent
@@ -26,16 +27,18 @@ COLONS = Layout(
 )
 
 
-def load(path: Path, progress: Progress = silent) -> InteractionLog:
+def load(path: Path, progress: Progress = silent, *, encoding: str = UTF8) -> InteractionLog:
     """All ratings with their stars; the canonical filter keeps those of 4 and more."""
     file, tally = locate(path, NAMES, "MovieLens ratings"), Tally()
-    layout = layout_of(head(file, NAMES))
+    layout = layout_of(head(file, NAMES, encoding))
 
     def shape(frame: pl.DataFrame) -> pl.DataFrame:
         frame = frame.rename({"userId": "user", "movieId": "item", "timestamp": "time"}, strict=False).select(WANTED)
         return tally.malform(_seconds(frame)) if layout is KAGGLE else frame
 
-    return gather("movielens-20m", table(file, layout, tally, progress, member=NAMES), shape, tally, file)
+    return gather(
+        "movielens-20m", table(file, layout, tally, progress, member=NAMES, encoding=encoding), shape, tally, file
+    )
 
 
 def layout_of(lines: list[str]) -> Layout:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import polars as pl
 
+from protofed.data.catalog import UTF8
 from protofed.data.interactions import InteractionLog
 from protofed.data.reading import Layout, Tally, gather, head, locate, table
 from protofed.errors import DataError
@@ -13,10 +14,10 @@ from protofed.progress import Progress, silent
 logger = logging.getLogger(__name__)
 
 
-def load(path: Path, progress: Progress = silent) -> InteractionLog:
+def load(path: Path, progress: Progress = silent, *, encoding: str = UTF8) -> InteractionLog:
     """The log of an `.inter` file, or of a folder that holds exactly one."""
     file, tally = locate(_only_inter(path), (), "RecBole interactions"), Tally()
-    user, item, time, rating = columns_of(file, head(file)[0])
+    user, item, time, rating = columns_of(file, head(file, encoding=encoding)[0])
     types = {user: pl.String, item: pl.String, time: pl.Float64} | ({rating: pl.Float32} if rating else {})
     layout = Layout(types, header=True, separator="\t", required=(user, item, time))
     names = {"user": user, "item": item} | ({"rating": rating} if rating else {})
@@ -25,7 +26,7 @@ def load(path: Path, progress: Progress = silent) -> InteractionLog:
         seconds = pl.col(time).floor().cast(pl.Int64, strict=False)
         return tally.malform(frame.select(time=seconds, **{new: pl.col(old) for new, old in names.items()}))
 
-    return gather(name_of(path), table(file, layout, tally, progress), shape, tally, file)
+    return gather(name_of(path), table(file, layout, tally, progress, encoding=encoding), shape, tally, file)
 
 
 def name_of(path: Path) -> str:
@@ -42,12 +43,12 @@ def columns_of(file: Path, line: str) -> tuple[str, str, str, str | None]:
             f"{file}: the first line must be a typed header as 'user_id:token<TAB>item_id:token<TAB>timestamp:float', "
             f"found {line[:80]!r}; put the header back"
         )
-    tokens = [name for name, kind in typed.items() if kind == "token"]
+    tokens = [name for name, kind in typed.items() if kind == "token" and name not in ("item_id", "timestamp")]
     user = "user_id" if "user_id" in typed else tokens[0] if tokens else None
     item = "item_id" if "item_id" in typed else next((name for name in tokens if name != user), None)
     if user is None or item is None or "timestamp" not in typed:
         raise DataError(
-            f"{file}: user_id, item_id and timestamp columns are needed, found {', '.join(typed)}; "
+            f"{file}: user_id, item_id and timestamp columns are needed, found {line[:80]!r}; "
             "a log without timestamps cannot be sliced by time"
         )
     if (user, item) != ("user_id", "item_id"):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import polars as pl
 
+from protofed.data.catalog import UTF8
 from protofed.data.interactions import InteractionLog
 from protofed.data.reading import Layout, Tally, gather, locate, milliseconds, table
 from protofed.progress import Progress, silent
@@ -17,7 +18,7 @@ LAYOUT = Layout(
 )
 
 
-def load(path: Path, progress: Progress = silent) -> InteractionLog:
+def load(path: Path, progress: Progress = silent, *, encoding: str = UTF8) -> InteractionLog:
     """All three events; the file's milliseconds become seconds."""
     file, tally = locate(path, NAMES, "RetailRocket events"), Tally()
 
@@ -26,4 +27,6 @@ def load(path: Path, progress: Progress = silent) -> InteractionLog:
         known = known.select("event", user="visitorid", item="itemid", time="timestamp")
         return milliseconds(known, file)
 
-    return gather("retailrocket", table(file, LAYOUT, tally, progress, member=NAMES), shape, tally, file)
+    return gather(
+        "retailrocket", table(file, LAYOUT, tally, progress, member=NAMES, encoding=encoding), shape, tally, file
+    )

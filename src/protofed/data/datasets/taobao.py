@@ -4,6 +4,7 @@ from pathlib import Path
 
 import polars as pl
 
+from protofed.data.catalog import UTF8
 from protofed.data.interactions import InteractionLog
 from protofed.data.reading import Layout, Tally, gather, locate, table
 from protofed.errors import DataError
@@ -21,7 +22,7 @@ LAYOUT = Layout(
 )
 
 
-def load(path: Path, progress: Progress = silent) -> InteractionLog:
+def load(path: Path, progress: Progress = silent, *, encoding: str = UTF8) -> InteractionLog:
     """All four behaviours within the official nine days, from UserBehavior.csv, packed or not."""
     file, tally = locate(path, NAMES, "Taobao user behaviour"), Tally()
 
@@ -30,7 +31,7 @@ def load(path: Path, progress: Progress = silent) -> InteractionLog:
         _check_unit(frame, inside, file)
         return inside.select("user", "item", "time", "event")
 
-    return gather("taobao", table(file, LAYOUT, tally, progress, member=NAMES), shape, tally, file)
+    return gather("taobao", table(file, LAYOUT, tally, progress, member=NAMES, encoding=encoding), shape, tally, file)
 
 
 def _check_unit(frame: pl.DataFrame, inside: pl.DataFrame, file: Path) -> None:
