@@ -5,10 +5,16 @@ ProtoFedError
 │   └── DatasetNotFound  no such data set, or its files are missing
 ├── ConfigError          an unknown key, a value outside its range
 ├── RunFolderError       an output folder that holds another run, or a damaged one
+├── StorageError         a place that cannot be read or written, a disk that is full
 ├── MissingExtra         an optional library that is not installed
 ├── MachineError         work that does not fit the machine
 └── LeakError            information from the future reached the past
 """
+
+import errno
+import os
+
+FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
 class ProtoFedError(Exception):
@@ -31,6 +37,10 @@ class RunFolderError(ProtoFedError):
     """An output folder that cannot take this run."""
 
 
+class StorageError(ProtoFedError):
+    """A place that cannot be read or written, or a disk that is full."""
+
+
 class MissingExtra(ProtoFedError):
     """A library that only some commands need is not installed."""
 
@@ -44,3 +54,20 @@ class MachineError(ProtoFedError):
 
 class LeakError(ProtoFedError):
     """A look-ahead: something that was learned, counted or drawn from events later than it may know."""
+
+
+def storage_error(problem: OSError, path: object = None) -> StorageError:
+    """The error of the operating system in one line: where, what, and how to go on."""
+    where = path if path is not None else problem.filename
+    what = os.strerror(problem.errno) if problem.errno else " ".join(str(problem).split()) or type(problem).__name__
+    if problem.errno in FULL:
+        way_out = "make room and give the same command again, what is finished is kept"
+    else:
+        way_out = "give a place that can be read and written"
+    return StorageError(f"{where}: {what}; {way_out}" if where is not None else f"{what}; {way_out}")
+
+
+def in_one_line(problem: ProtoFedError | OSError) -> str:
+    """What the command line says about an error."""
+    told = storage_error(problem) if isinstance(problem, OSError) else problem
+    return " ".join(str(told).splitlines())

@@ -1,11 +1,24 @@
-"""Files that are either whole or not there."""
+"""Files that are either whole or not there, tensors with a checksum, and one lock for whoever writes into a folder."""
 
 import contextlib
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import torch
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from protofed.errors import RunFolderError, StorageError, storage_error
+
 UNFINISHED = ".unfinished"
+NOTES, CHECKSUM = "notes", "sha256"
+STEP = 1 << 24  # bytes hashed at once
 
 
 @contextlib.contextmanager
@@ -17,8 +30,13 @@ def written_atomically(path: Path) -> Iterator[Path]:
         with open(unfinished, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(unfinished, path)
+    except OSError as problem:
+        raise storage_error(problem, path) from problem
+    except SafetensorError as problem:
+        raise _as_storage_error(problem, path) from problem
     finally:
-        unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what went wrong before says it already
+            unfinished.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -31,3 +49,90 @@ def remove_unfinished(folder: Path) -> None:
     """Clear what a killed process left half-written."""
     for leftover in folder.glob(f"*{UNFINISHED}"):
         leftover.unlink(missing_ok=True)
+
+
+def make_folder(path: Path) -> None:
+    """The folder, with those above it, once it is clear that files can be written into it."""
+    probe = path / f".probe.{os.getpid()}{UNFINISHED}"
+    if path.is_symlink() and not path.exists():
+        raise StorageError(f"{path} is a link to {os.readlink(path)}, which is not there; give another place")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as problem:
+        raise storage_error(problem, path) from problem
+
+
+@contextlib.contextmanager
+def locked(path: Path, busy: str, *, patience: float = 0.0) -> Iterator[None]:
+    """Nobody else inside until the block ends; `busy` is the error for who is not let in within `patience` seconds.
+
+    A killed holder lets go. The lock's file stays: taking it away would let two in.
+    """
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=patience, poll_interval=0.05)
+    except Timeout as problem:
+        raise RunFolderError(busy) from problem
+    except OSError as problem:
+        raise storage_error(problem, path) from problem
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> None:
+    """Tensors and notes in one safetensors file, with a checksum over all of them."""
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with written_atomically(path) as unfinished:
+        told = {**notes, CHECKSUM: tensors_checksum(whole, notes)}
+        save_file(whole, unfinished, metadata={NOTES: json.dumps(told)})  # one entry: several come in any order
+
+
+def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What `save_tensors` wrote; a ValueError says why where a file is damaged, an OSError where it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            notes = json.loads((file.metadata() or {}).get(NOTES, "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except SafetensorError as problem:
+        raise ValueError(str(problem).splitlines()[0]) from problem
+    written = notes.pop(CHECKSUM, None)
+    if written is None:
+        raise ValueError("it has no checksum")
+    if written != tensors_checksum(tensors, notes):
+        raise ValueError("its checksum does not match")
+    return tensors, notes
+
+
+def load_notes(path: Path) -> dict[str, str]:
+    """The notes alone, unchecked, without reading the tensors."""
+    with safe_open(path, framework="pt") as file:
+        return dict(json.loads(file.metadata()[NOTES]))
+
+
+def tensors_checksum(tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> str:
+    """SHA-256 over every name, type, shape and byte."""
+    digest = hashlib.sha256(json.dumps(sorted(notes.items())).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def file_checksum(path: Path) -> str:
+    """SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(STEP):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _as_storage_error(problem: SafetensorError, path: Path) -> Exception:
+    """The disk's error where that is what stopped the writer: safetensors tells it in words alone."""
+    found = re.search(r"os error (\d+)", str(problem))
+    return storage_error(OSError(int(found[1]), os.strerror(int(found[1]))), path) if found else problem

@@ -21,7 +21,7 @@ sys.path.insert(0, sys.argv[1])
 import torch
 torch.set_num_threads(1)
 import worlds
-from protofed.experiments import folder as folders
+from protofed import files
 from protofed.experiments.run import Experiment
 
 out, cache, die_in_checkpoint = Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
@@ -36,7 +36,7 @@ def save_half(tensors, path, metadata=None):
         Path(path).write_bytes(data[: len(data) // 2])
         os.kill(os.getpid(), signal.SIGKILL)
 
-whole, folders.save_file = folders.save_file, save_half
+whole, files.save_file = files.save_file, save_half
 print("ready", flush=True)
 Experiment(worlds.tiny_config(method=sys.argv[5]), worlds.tiny_log(), cache, worlds.CPU, "test").run(out)
 print("finished", flush=True)

@@ -1,23 +1,23 @@
 """The warm-up: the backbone learns the base block once; every method of the same data, preset and seed shares it."""
 
-import contextlib
 import hashlib
 import json
+import logging
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 
 from protofed.backbone.sasrec import SASRec, at_rest
 from protofed.backbone.training import Fit, PlainDescent, Task, everything, numbers_in, train
 from protofed.config import RunConfig
-from protofed.errors import RunFolderError
-from protofed.files import written_atomically
+from protofed.errors import RunFolderError, StorageError
+from protofed.files import load_tensors, make_folder, save_tensors
 from protofed.progress import Progress, silent
 from protofed.seeds import stream
 from protofed.slices.stream import SliceStream, TimeSlice
+
+logger = logging.getLogger(__name__)
 
 RECIPE = 4  # raise when the warm-up's mathematics changes, so that no old cache is taken for a new one
 
@@ -51,37 +51,43 @@ def content_key(config: RunConfig, data: SliceStream, device: torch.device) -> s
 def cached_warm_up(
     config: RunConfig, data: SliceStream, cache: Path, *, device: torch.device, progress: Progress = silent
 ) -> tuple[SASRec, Fit]:
-    """The warm-up from the cache folder, or trained now and put there."""
+    """The warm-up from the cache folder, or trained now and put there.
+
+    A damaged file is told, trained again and replaced. Whether the cache can be written to is known before training;
+    where the disk fills up meanwhile, the run goes on with what it has trained.
+    """
     path = cache / f"warm-up-{content_key(config, data, device)}.safetensors"
-    with contextlib.suppress(RunFolderError):  # a damaged file is replaced
-        if path.is_file():
+    if path.is_dir():
+        raise RunFolderError(f"{path} is a folder where a warm-up belongs; remove it, or give another --cache")
+    if path.is_file():
+        try:
             return load_backbone(path, config, device)
+        except RunFolderError as problem:
+            logger.warning("%s; it is damaged and is trained again", problem)
+    make_folder(cache)
     model, fit = warm_up(config, data.slice_(0), device=device, progress=progress)
-    save_backbone(path, model, fit)
+    try:
+        save_backbone(path, model, fit)
+    except StorageError as problem:
+        logger.warning("the warm-up is not kept for other runs (%s)", problem)
     return model, fit
 
 
 def save_backbone(path: Path, model: SASRec, fit: Fit) -> None:
     """Weights and how they came about, in one safetensors file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    with written_atomically(path) as unfinished:
-        save_file(weights, unfinished, metadata={"fit": json.dumps(asdict(fit))})
+    save_tensors(path, model.state_dict(), {"fit": json.dumps(asdict(fit))})
 
 
 def load_backbone(path: Path, config: RunConfig, device: torch.device) -> tuple[SASRec, Fit]:
     """What `save_backbone` wrote; a file that is not whole is an error."""
     try:
-        with safe_open(path, framework="pt") as file:
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            fit = json.loads(file.metadata()["fit"])
+        weights, notes = load_tensors(path)
+        fit = json.loads(notes["fit"])
         model = SASRec(config.backbone, len(weights["items"]), stream(config.seed, "backbone"))
         model.load_state_dict(weights)
         trained = numbers_in(everything(model))
         how = Fit(tuple(fit["trace"]), fit["steps_per_epoch"], fit["newest_target"], trained)
     except Exception as problem:
         reason = str(problem).splitlines()[0]
-        raise RunFolderError(
-            f"{path} cannot be read ({reason}); delete it, and the backbone warms up again"
-        ) from problem
+        raise RunFolderError(f"{path} cannot be read ({reason})") from problem
     return at_rest(model.to(device)), how

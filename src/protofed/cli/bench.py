@@ -23,7 +23,7 @@ from rich.text import Text
 
 from protofed.cli.run import CACHE, load, settle
 from protofed.config import from_toml, parse_override
-from protofed.errors import ConfigError, ProtoFedError
+from protofed.errors import ConfigError, ProtoFedError, in_one_line
 
 if TYPE_CHECKING:
     from protofed.experiments.bench import Board, Job, Status, Tell
@@ -75,9 +75,9 @@ def bench(
         return
     cluster = benches.ray_tasks(WORKER) if ray else None
     name = f"bench-{part[0]}-of-{part[1]}" if shard else "bench"
-    with benches.held(out, name) as lock, stoppable(out):
+    with benches.held(out, name), stoppable(out):
         write_tables(out)
-        start = cluster or benches.processes(WORKER, keep_open=lock)
+        start = cluster or benches.processes(WORKER)
         job_of = partial(job, out=out, root=root, cache=cache, device=device)
         with shown(cells, board, jobs) as tell:
             board = benches.run_cells(cells, board, out, start, job_of, jobs, tell)
@@ -339,7 +339,7 @@ def shown_spread(found: object) -> str:
 
 def work(text: str) -> None:
     """The worker: one cell, as `protofed run` would do it."""
-    from protofed.experiments.bench import Job
+    from protofed.experiments.bench import PATIENCE, Job
     from protofed.experiments.run import Experiment, pick_device
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # half-written files are cleared
@@ -349,10 +349,11 @@ def work(text: str) -> None:
     try:
         config = from_toml(told.config)
         log = load(config, Path(told.root))
-        Experiment(config, log, Path(told.cache), pick_device(told.device), told.command).run(Path(told.folder))
-    except ProtoFedError as problem:
+        experiment = Experiment(config, log, Path(told.cache), pick_device(told.device), told.command)
+        experiment.run(Path(told.folder), patience=PATIENCE)  # a worker of a bench that was killed may be in it still
+    except (ProtoFedError, OSError) as problem:
         traceback.print_exc()
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {in_one_line(problem)}", file=sys.stderr)
         sys.exit(2)
 
 

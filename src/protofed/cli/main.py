@@ -15,7 +15,7 @@ from protofed.cli.privacy import privacy
 from protofed.cli.report import report
 from protofed.cli.run import run
 from protofed.cli.tune import tune
-from protofed.errors import ProtoFedError
+from protofed.errors import ProtoFedError, in_one_line
 
 RESUMABLE = ("run", "demo", "tune")  # bench says it in its own words
 
@@ -55,8 +55,8 @@ def main() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # reproducible matrix products on a GPU
     try:
         app()
-    except ProtoFedError as problem:
-        print(f"error: {problem}", file=sys.stderr)
+    except (ProtoFedError, OSError) as problem:
+        print(f"error: {in_one_line(problem)}", file=sys.stderr)
         sys.exit(2)
 
 

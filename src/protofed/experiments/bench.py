@@ -1,7 +1,6 @@
 """The cells of a grid on worker processes: finished ones are kept, killed ones continued, failed ones written down."""
 
 import contextlib
-import fcntl
 import importlib
 import json
 import math
@@ -18,11 +17,11 @@ from typing import IO, Any, Literal, Protocol, runtime_checkable
 from protofed.config import to_toml
 from protofed.errors import MissingExtra, RunFolderError
 from protofed.evaluation.forgetting import accuracy
-from protofed.experiments.folder import RunFolder
+from protofed.experiments.folder import RunFolder, read_config_text, refuse_other_config
 from protofed.experiments.grid import Cell
 from protofed.experiments.summary import matrix
-from protofed.experiments.tidy import locked, read_table, seconds, write_tables
-from protofed.files import remove_unfinished, write_text
+from protofed.experiments.tidy import WAIT, read_table, seconds, write_tables
+from protofed.files import locked, make_folder, remove_unfinished, write_text
 
 State = Literal["done", "waiting", "running", "failed"]
 PAUSE = 0.1  # seconds between two looks at the workers
@@ -144,8 +143,8 @@ class RayTask:
         self.ray.cancel(self.task, force=True)
 
 
-def processes(command: Sequence[str], *, keep_open: int | None = None) -> Start:
-    """Workers on this machine. They hold `keep_open`, the bench's lock, as long as they live."""
+def processes(command: Sequence[str]) -> Start:
+    """Workers on this machine."""
 
     def start(job: Job) -> Process:
         stderr = tempfile.TemporaryFile()  # noqa: SIM115 (the worker's, closed when it has ended)
@@ -155,7 +154,6 @@ def processes(command: Sequence[str], *, keep_open: int | None = None) -> Start:
             stdout=subprocess.DEVNULL,
             stderr=stderr,
             start_new_session=True,  # Ctrl-C is for the bench, which then stops its workers
-            pass_fds=() if keep_open is None else (keep_open,),
         )
         return Process(process, stderr)
 
@@ -187,22 +185,12 @@ def on_a_node(command: Sequence[str], job: Job) -> tuple[int, str]:
 def standing(cell: Cell, out: Path) -> Status:
     """Done or waiting; a folder with another run is an error that names it."""
     folder = out / cell.folder
-    written, text = folder / "config.toml", to_toml(cell.config)
+    written = folder / "config.toml"
     if written.is_file():
-        _refuse_other(folder, written.read_text(encoding="utf-8"), text)
+        refuse_other_config(folder, read_config_text(written), to_toml(cell.config))
     if not RunFolder(folder).finished:
         return Status("waiting")
     return _done(folder)
-
-
-def _refuse_other(folder: Path, old: str, new: str) -> None:
-    if old == new:
-        return
-    pairs = zip(old.splitlines(), new.splitlines(), strict=False)
-    was, now = next(((a, b) for a, b in pairs if a != b), ("another config", "this one"))
-    raise RunFolderError(
-        f"{folder} holds another run ({was.strip()}, asked for {now.strip()}); choose another --out or delete it"
-    )
 
 
 def _done(folder: Path) -> Status:
@@ -211,30 +199,18 @@ def _done(folder: Path) -> Status:
 
 
 @contextlib.contextmanager
-def held(out: Path, name: str = "bench") -> Iterator[int]:
-    """The bench folder for one bench at a time (one per shard); the lock's number, for workers to hold on to.
+def held(out: Path, name: str = "bench") -> Iterator[None]:
+    """The bench folder for one bench at a time (one per shard).
 
-    Workers of a killed bench end on their own; until they have, the folder is theirs.
+    Workers of a killed bench end on their own; until they have, the run folders they work in are locked.
     """
     if out.is_file() or (out / "config.toml").is_file():
         raise RunFolderError(f"--out {out} is a file or a single run's folder; a bench needs a folder of its own")
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out / f".{name}.lock", "w", encoding="utf-8") as lock:
-        until = time.monotonic() + PATIENCE
-        while not _locked(lock):
-            if time.monotonic() > until:
-                raise RunFolderError(f"another bench is running in {out}; wait for it or choose another --out")
-            time.sleep(PAUSE)
+    make_folder(out)
+    busy = f"another bench is running in {out}; wait for it or choose another --out"
+    with locked(out / f".{name}.lock", busy, patience=PATIENCE):
         remove_unfinished(out)
-        yield lock.fileno()
-
-
-def _locked(lock: IO[str]) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+        yield
 
 
 def run_cells(
@@ -333,7 +309,8 @@ def one_line(ended: Ended) -> str:
 
 def note_failure(cell: Cell, status: Status, out: Path) -> None:
     """Enter the cell in failed.json, or strike it off."""
-    with locked(out / ".failed.lock"):
+    busy = f"another bench has been writing {out / 'failed.json'} for {WAIT:g} s; end it or choose another --out"
+    with locked(out / ".failed.lock", busy, patience=WAIT):
         failed = read_failed(out)
         failed.pop(cell.folder, None)
         if status.state == "failed":

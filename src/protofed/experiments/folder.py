@@ -1,11 +1,11 @@
 """A run's folder: one config, results that appear whole, a checkpoint that survives a kill at any point.
 
-While a run is under way, slices/ holds the results of each finished slice and checkpoint.safetensors the newest state.
+While a run is under way, slices/ holds the results of each finished slice and checkpoint.safetensors the newest state,
+with a checksum of itself and of every file in slices/: a flipped bit is an error before anything is computed.
 metrics.parquet is written last: it is there if and only if the run is finished.
 """
 
 import contextlib
-import fcntl
 import json
 import platform
 import shutil
@@ -18,14 +18,23 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from protofed.config import RunConfig, from_toml, to_toml
-from protofed.errors import ConfigError, RunFolderError
-from protofed.files import remove_unfinished, write_text, written_atomically
-from protofed.privacy.ledger import Ledger, Trust, write_ledger
+from protofed.config import RunConfig, as_today, to_toml
+from protofed.errors import DataError, RunFolderError
+from protofed.files import (
+    UNFINISHED,
+    file_checksum,
+    load_notes,
+    load_tensors,
+    locked,
+    make_folder,
+    remove_unfinished,
+    save_tensors,
+    write_text,
+    written_atomically,
+)
+from protofed.privacy.ledger import Ledger, Trust, read_ledger, write_ledger
 
 SORTED_BY = {  # the tables of a finished run, metrics last; ranks stay in the order of the queries
     "timing": ("slice", "stage"),
@@ -33,6 +42,12 @@ SORTED_BY = {  # the tables of a finished run, metrics last; ranks stay in the o
     "per_user": ("user", "slice_trained", "slice_tested", "candidates", "subset"),
     "metrics": ("slice_trained", "slice_tested", "split", "candidates", "subset", "metric"),
 }
+
+LOCK, CHECKPOINT = ".lock", "checkpoint.safetensors"
+FILES = (
+    *("config.toml", "environment.json", "ledger.json", "log.jsonl", CHECKPOINT),
+    *(f"{name}.parquet" for name in SORTED_BY),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,48 +69,79 @@ class RunFolder:
 
 
 @contextlib.contextmanager
-def opened(path: Path, config: RunConfig) -> Iterator[RunFolder]:
+def opened(path: Path, config: RunConfig, *, patience: float = 0.0) -> Iterator[RunFolder]:
     """The folder for this run: new, or holding the same run; locked against a second process."""
-    folder = RunFolder(path)
-    written, text = path / "config.toml", to_toml(config)
-    if path.exists() and not path.is_dir():
-        raise RunFolderError(f"--out {path} is a file, a run needs a folder")
-    if written.is_file():
-        _refuse_other(written, text)
-    elif path.is_dir() and any(path.iterdir()):
-        raise RunFolderError(f"--out {path} is not empty and holds no run; choose a new folder")
-    path.mkdir(parents=True, exist_ok=True)
-    with open(path / ".lock", "w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as problem:
-            raise RunFolderError(
-                f"another process is running in {path}; wait for it or choose another --out"
-            ) from problem
+    folder, text = RunFolder(path), to_toml(config)
+    _refuse_other(path, text)  # so that a folder of something else is not even given a lock
+    make_folder(path)
+    busy = f"another process is running in {path}; wait for it or choose another --out"
+    with locked(path / LOCK, busy, patience=patience):
+        _refuse_other(path, text)  # whoever held the lock before may have begun another run
+        _refuse_wrong_kinds(path)
         remove_unfinished(path)
-        (path / "slices").mkdir(exist_ok=True)
+        write_text(path / "config.toml", text)
+        make_folder(path / "slices")
         remove_unfinished(path / "slices")
-        write_text(written, text)
         yield folder
 
 
-def _refuse_other(written: Path, text: str) -> None:
-    old = written.read_text(encoding="utf-8")
-    with contextlib.suppress(ConfigError):  # an older folder lacks the settings that came later, at their defaults
-        old = to_toml(from_toml(old))
-    differing = [(a, b) for a, b in zip(old.splitlines(), text.splitlines(), strict=False) if a != b]
-    if old != text:
-        was, now = differing[0] if differing else ("another config", "this one")
-        raise RunFolderError(
-            f"--out {written.parent} holds another run ({was.strip()}, asked for {now.strip()}); choose a new folder"
-        )
+def _refuse_other(path: Path, text: str) -> None:
+    """Refuse a place that holds anything but this run."""
+    written = path / "config.toml"
+    if path.exists() and not path.is_dir():
+        raise RunFolderError(f"--out {path} is a file, a run needs a folder")
+    if written.is_file():
+        refuse_other_config(path, as_today(read_config_text(written)), text)
+    elif path.is_dir() and any(not _is_passing(found.name) for found in path.iterdir()):
+        raise RunFolderError(f"--out {path} is not empty and holds no run; choose a new folder")
+
+
+def _is_passing(name: str) -> bool:
+    """Whether a file is what a run that was killed, or begins just now, has before its config."""
+    return name == LOCK or name.endswith(UNFINISHED)
+
+
+def refuse_other_config(path: Path, old: str, new: str) -> None:
+    """Refuse a run folder whose config is not the one asked for; the message names the first difference."""
+    if old == new:
+        return
+    pairs = zip(old.splitlines(), new.splitlines(), strict=False)
+    was, now = next(((a, b) for a, b in pairs if a != b), ("another config", "this one"))
+    raise RunFolderError(
+        f"{path} holds another run ({was.strip()}, asked for {now.strip()}); choose a new folder or delete this one"
+    )
+
+
+def read_config_text(path: Path) -> str:
+    """The text of a run's config.toml."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as problem:
+        raise RunFolderError(f"{path} is not UTF-8 text ({problem}); delete its folder and run again") from problem
+
+
+def _refuse_wrong_kinds(path: Path) -> None:
+    """Refuse a folder where a file belongs, and a file where a folder belongs, before a run works for them."""
+    for name in FILES:
+        if (path / name).is_dir():
+            raise RunFolderError(f"{path / name} is a folder where a file belongs; remove it and run again")
+    if (path / "slices").exists() and not (path / "slices").is_dir():
+        raise RunFolderError(f"{path / 'slices'} is a file where a folder belongs; remove it and run again")
 
 
 def describe(folder: RunFolder, environment: Mapping[str, object]) -> None:
-    """Where the numbers come from, and an empty ledger of noised releases where there is none yet."""
+    """Where the numbers come from, and an empty ledger of noised releases where there is none yet.
+
+    One that is there and cannot be read is refused: it was the record of what the run has released.
+    """
     write_text(folder.path / "environment.json", json.dumps(environment, indent=2) + "\n")
-    if not (folder.path / "ledger.json").is_file():
-        write_ledger(folder.path / "ledger.json", ())
+    path = folder.path / "ledger.json"
+    if not path.is_file():
+        write_ledger(path, ())
+    try:
+        read_ledger(path)
+    except DataError as problem:
+        raise RunFolderError(f"{problem}; start the run again in a new folder") from problem
 
 
 def keep_ledger(folder: RunFolder, ledger: Ledger, trust: Trust) -> None:
@@ -107,23 +153,48 @@ def save_slice(
     folder: RunFolder, slice_index: int, tables: Mapping[str, pa.Table], state: Mapping[str, Tensor]
 ) -> None:
     """The results of one slice, then the state after it; a kill in between only repeats the slice."""
+    checksums = _parts_before(folder, slice_index)
     for name, table in tables.items():
-        with written_atomically(_part(folder, name, slice_index)) as unfinished:
+        part = _part(folder, name, slice_index)
+        with written_atomically(part) as unfinished:
             pq.write_table(table, unfinished)
-    with written_atomically(folder.path / "checkpoint.safetensors") as unfinished:
-        save_file(dict(state), unfinished, metadata={"slice": str(slice_index)})
+            checksums[part.name] = file_checksum(unfinished)
+    save_tensors(folder.path / CHECKPOINT, state, {"slice": str(slice_index), "parts": json.dumps(checksums)})
 
 
 def load_checkpoint(folder: RunFolder) -> tuple[int, dict[str, Tensor]] | None:
     """The newest finished slice and the state after it, or None where there is none yet."""
-    path = folder.path / "checkpoint.safetensors"
+    path = folder.path / CHECKPOINT
     if not path.is_file():
         return None
     try:
-        with safe_open(path, framework="pt") as file:
-            return int(file.metadata()["slice"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors, notes = load_tensors(path)
+        slice_index, parts = int(notes["slice"]), dict(json.loads(notes["parts"]))
     except Exception as problem:
-        raise RunFolderError(f"{path} cannot be read ({problem}); delete it to start the run again") from problem
+        reason = " ".join(str(problem).split())
+        raise RunFolderError(f"{path} cannot be read ({reason}); delete it to start the run again") from problem
+    if not folder.finished:
+        _check_parts(folder, parts)
+    return slice_index, tensors
+
+
+def _parts_before(folder: RunFolder, slice_index: int) -> dict[str, str]:
+    """The checksums of earlier slices' tables, as they were when those were written."""
+    path = folder.path / CHECKPOINT
+    return dict(json.loads(load_notes(path)["parts"])) if slice_index and path.is_file() else {}
+
+
+def _check_parts(folder: RunFolder, checksums: Mapping[str, str]) -> None:
+    """Refuse tables of finished slices that are gone or are not as they were written."""
+    for name, written in checksums.items():
+        path = folder.path / "slices" / name
+        if not path.is_file():
+            found = "is missing"
+        elif file_checksum(path) != written:
+            found = "is damaged: its checksum does not match"
+        else:
+            continue
+        raise RunFolderError(f"{path} {found}; delete {folder.path / CHECKPOINT} to start the run again")
 
 
 def finish(folder: RunFolder, n_slices: int) -> None:

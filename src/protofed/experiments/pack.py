@@ -3,11 +3,9 @@
 A pack outlives the run folders it was made from: packing more runs adds to it, and a run of the same config replaces.
 """
 
-import contextlib
-import fcntl
 import os
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -37,8 +35,8 @@ from protofed.experiments.packed import (
     write_packed,
 )
 from protofed.experiments.run import TIMING_SCHEMA
-from protofed.experiments.tidy import read_table
-from protofed.files import remove_unfinished
+from protofed.experiments.tidy import WAIT, read_table
+from protofed.files import locked, make_folder, remove_unfinished
 from protofed.progress import Progress, silent
 
 OFF_DIAGONAL = ("sampled/all", "sampled/novel", "full/all", "full/novel")  # whose ndcg@10 is kept for s ≠ t too
@@ -91,8 +89,9 @@ def pack(root: Path, out: Path, progress: Progress = silent) -> Packed:
     for source in found:
         by_dataset.setdefault(source.dataset, []).append(source)
     added: list[Source] = []
-    out.mkdir(parents=True, exist_ok=True)
-    with _locked(out):
+    make_folder(out)
+    busy = f"another process has been packing into {out} for {WAIT:g} s; wait for it or choose another folder"
+    with locked(out / ".lock", busy, patience=WAIT):
         remove_unfinished(out)
         for done, (dataset, own) in enumerate(sorted(by_dataset.items())):
             added += add(out, dataset, own)
@@ -231,14 +230,3 @@ def _text(path: Path) -> str | None:
 def _name(folder: Path, root: Path) -> str:
     below = folder.relative_to(root).as_posix()
     return root.resolve().name if below == "." else below
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Nobody else packs into the folder until the block ends; the lock leaves no file."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)

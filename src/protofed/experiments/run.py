@@ -14,7 +14,7 @@ from protofed.backbone.pretrain import cached_warm_up
 from protofed.backbone.training import PlainDescent
 from protofed.config import RunConfig
 from protofed.data.interactions import InteractionLog
-from protofed.errors import ConfigError
+from protofed.errors import ConfigError, RunFolderError
 from protofed.experiments import folder as folders
 from protofed.experiments.evaluate import (
     METRICS_SCHEMA,
@@ -36,6 +36,7 @@ from protofed.progress import Progress, silent
 from protofed.slices.leaks import check_candidates, check_evidence
 from protofed.slices.stream import SliceStream, TimeSlice
 
+Checkpoint = tuple[int, dict[str, torch.Tensor]] | None
 TIMING_SCHEMA = pa.schema([("slice", pa.int32()), ("stage", pa.string()), ("seconds", pa.float64())])
 
 
@@ -50,11 +51,14 @@ class Experiment:
     command: str = "Experiment.run"
     diagonal: bool = False
 
-    def run(self, out: Path, progress: Progress = silent) -> RunFolder:
-        """The finished run folder; what an earlier, killed call left is continued, what it finished is kept."""
+    def run(self, out: Path, progress: Progress = silent, *, patience: float = 0.0) -> RunFolder:
+        """The finished run folder; what an earlier, killed call left is continued, what it finished is kept.
+
+        A folder that another process works in is waited for at most `patience` seconds.
+        """
         method = as_asked(configured(self.config, method_named(self.config.method)), self.config)
         data = SliceStream(self.log, self.config.stream)  # a log that cannot be cut leaves no folder behind
-        with folders.opened(out, self.config) as folder:
+        with folders.opened(out, self.config, patience=patience) as folder:
             if not folder.finished:
                 with deterministic():
                     run_slices(self, folder, method, data, progress)
@@ -80,9 +84,10 @@ def run_slices(
 ) -> None:
     """Every slice that is not finished yet, each evaluated and checkpointed before the next."""
     folders.describe(folder, folders.environment(experiment.device, experiment.command, experiment.config.seed))
+    checkpoint = folders.load_checkpoint(folder)  # a damaged one is told before anything is computed
     check_all_candidates(data)
     world, warm_up_seconds = warmed_up(experiment, folder, data, progress)
-    state, first = resume(folder, method, world)
+    state, first = resume(folder, checkpoint, method, world)
     for index in range(first, data.n_slices + 1):
         slice_, began = data.slice_(index), time.monotonic()
         diagnostics: Diagnostics = {}
@@ -134,14 +139,19 @@ def check_all_candidates(data: SliceStream) -> None:
             check_candidates(data, data.query_set(index, part))
 
 
-def resume(folder: RunFolder, method: Method[Any], world: World) -> tuple[Any, int]:
+def resume(folder: RunFolder, checkpoint: Checkpoint, method: Method[Any], world: World) -> tuple[Any, int]:
     """The state to go on from and the slice to do next."""
-    checkpoint = folders.load_checkpoint(folder)
     state = method.start(world)
     if checkpoint is None:
         return state, 0
     done, tensors = checkpoint
-    return unpack(state, tensors), done + 1
+    try:
+        return unpack(state, tensors), done + 1
+    except (KeyError, RuntimeError) as problem:
+        raise RunFolderError(
+            f"{folder.path / folders.CHECKPOINT} is not a state of this method ({' '.join(str(problem).split())}); "
+            "delete it to start the run again"
+        ) from problem
 
 
 def evaluate(

@@ -1,10 +1,9 @@
 """The tables of a bench folder: every metric of every finished run in one file, one line per run in another."""
 
 import contextlib
-import fcntl
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,11 @@ import pyarrow.parquet as pq
 from protofed.config import RunConfig, read_toml, run_label
 from protofed.errors import ConfigError, RunFolderError
 from protofed.experiments.evaluate import METRICS_SCHEMA
-from protofed.files import written_atomically
+from protofed.files import locked, written_atomically
 from protofed.privacy.ledger import read_ledger
 
 FOLDERS = "*/*/*/seed-*/metrics.parquet"  # data set / method / variant / seed
+WAIT = 600.0  # seconds; tables of a large grid take minutes
 IDENTITY = [(name, pa.string()) for name in ("dataset", "preset", "method", "variant", "label")] + [
     ("seed", pa.int64())
 ]
@@ -79,7 +79,8 @@ def write_tables(out: Path) -> None:
 
     The lock makes whoever writes last see what others finished before.
     """
-    with locked(out / ".tables.lock"):
+    busy = f"another bench has been writing the tables of {out} for {WAIT:g} s; end it or choose another --out"
+    with locked(out / ".tables.lock", busy, patience=WAIT):
         runs = finished_runs(out)
         with (
             written_atomically(out / "results.parquet") as parquet,
@@ -94,14 +95,6 @@ def write_tables(out: Path) -> None:
         with written_atomically(out / "runs.parquet") as parquet:
             level = pa.Table.from_pylist([run_row(run, out) for run in runs], schema=RUNS_SCHEMA)
             pq.write_table(level, parquet, compression="zstd")
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Nobody else inside until the block ends; a killed holder lets go."""
-    with open(path, "w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def results_of(run: Finished) -> pa.Table:
@@ -161,10 +154,10 @@ def _finished(folder: Path) -> Finished:
 def _warm_up(log: Path) -> dict[str, object]:
     """How the backbone was trained; a resumed run says it again, the last word counts."""
     told: Mapping[str, Any] = {}
-    for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else ():
+    for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else ():
         with contextlib.suppress(json.JSONDecodeError):  # a line that a kill cut off
             record = json.loads(line)
-            told = record if record.get("stage") == "warm-up" else told
+            told = record if isinstance(record, dict) and record.get("stage") == "warm-up" else told
     return {"warm_up_epochs": told.get("epochs"), "warm_up_steps_per_epoch": told.get("steps_per_epoch")}
 
 
