@@ -127,7 +127,7 @@ class Capture:
         return drawn
 
 
-def captured(run: Callable[[], Any], stream: SliceStream, script: list[Tensor] | None = None) -> tuple[Capture, Any]:
+def capture_run(run: Callable[[], Any], stream: SliceStream, script: list[Tensor] | None = None) -> tuple[Capture, Any]:
     """Every release that the run makes on this stream, and what it returned."""
     capture = Capture(stream.kept if isinstance(stream, Without) else None, script)
     with pytest.MonkeyPatch.context() as patch:

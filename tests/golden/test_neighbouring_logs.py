@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from neighbours import Capture, Without, assert_neighbouring, captured, somebody
+from neighbours import Capture, Without, assert_neighbouring, capture_run, somebody
 from worlds import tiny_config, tiny_stream, warmed_up
 
 from protofed.backbone.training import PlainDescent
@@ -74,7 +74,7 @@ def learned(method: Any, data: SliceStream, settings: dict[str, Any], script: li
             state, _ = method.learn(world, state, data.slice_(index), PlainDescent())
         return state
 
-    capture, state = captured(run, data, script)
+    capture, state = capture_run(run, data, script)
     return capture, state, world
 
 
@@ -142,6 +142,15 @@ def test_introductions_of_new_items_lack_what_the_missing_user_said_alone():
     assert release.count == len(whole.releases) == 2
     assert {one.std for one in whole.releases} == {release.noise_multiplier}  # the sensitivity is 1
     assert_neighbouring(whole, without, somebody(tiny_stream()), 1.0)
+
+
+@pytest.mark.parametrize("name", ["frozen", "recicl"])
+def test_methods_that_learn_nothing_later_release_nothing_and_know_nothing(name):
+    (capture, one, world), (_, other, _) = both(method_of(name))
+    assert capture.releases == []
+    assert method_of(name).releases(world, one) == ()
+    weights, others = pack(one), pack(other)
+    assert all(torch.equal(tensor, others[key]) for key, tensor in weights.items())
 
 
 def test_every_private_method_is_looked_at():

@@ -112,13 +112,13 @@ def os_discrete_gaussian(shape: tuple[int, ...], std: float) -> Int[Tensor, "...
 
 def discrete_laplace(t: int, n: int) -> np.ndarray:
     """At most n integers, each x with probability proportional to exp(-|x| / t)."""
-    low = below(t, n)
+    low = draw_below(t, n)
     low = low[bernoulli_exp(low.astype(object), t)]
     high, going = np.zeros(len(low), dtype=np.int64), np.arange(len(low))
     while len(going):
         going = going[bernoulli_exp(np.ones(len(going), dtype=object), 1)]
         high[going] += 1
-    size, negative = low + t * high, below(2, len(low)) == 1
+    size, negative = low + t * high, draw_below(2, len(low)) == 1
     signed = np.where(negative, -size, size)
     return np.asarray(signed[(size > 0) | ~negative])  # minus zero would count zero twice
 
@@ -141,13 +141,13 @@ def _below_one(a: np.ndarray, b: int) -> np.ndarray:
     """The same for a <= b: of coins that fall with a / b, a / 2b, a / 3b .. the first that does not is an odd one."""
     odd, going, k = np.zeros(len(a), dtype=bool), np.arange(len(a)), 1
     while len(going):
-        falls = coins(a[going], b * k)
+        falls = toss(a[going], b * k)
         odd[going[~falls]] = k % 2 == 1
         going, k = going[falls], k + 1
     return odd
 
 
-def coins(a: np.ndarray, b: int) -> np.ndarray:
+def toss(a: np.ndarray, b: int) -> np.ndarray:
     """For each whole number a <= b: true with probability a / b, to the last bit.
 
     62 bits of a random binary fraction are compared with those of a / b; where they are the same, the rest decides.
@@ -156,11 +156,11 @@ def coins(a: np.ndarray, b: int) -> np.ndarray:
     drawn = _words(len(a), 62).astype(object)
     true, same = np.asarray(drawn < threshold, dtype=bool), np.asarray(drawn == threshold, dtype=bool)
     if same.any():
-        true[same] = coins(rest[same], b)
+        true[same] = toss(rest[same], b)
     return true
 
 
-def below(bound: int, n: int) -> np.ndarray:
+def draw_below(bound: int, n: int) -> np.ndarray:
     """n uniform whole numbers in 0 .. bound - 1; bound at most 2^62."""
     drawn, wrong = np.zeros(n, dtype=np.int64), np.arange(n)
     while len(wrong):

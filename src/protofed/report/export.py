@@ -12,7 +12,7 @@ from protofed.report.costs import COLUMNS as COSTS
 from protofed.report.costs import cost_block, cost_of
 from protofed.report.intervals import Intervals
 from protofed.report.layout import MISSING, Cell, Column, estimate_cells, interval, number, to_csv
-from protofed.report.provenance import claimed
+from protofed.report.provenance import claim_of
 from protofed.report.sections import Row
 from protofed.report.tables import CONTINUAL, HEADLINE, NAMES, Results, key_of
 
@@ -99,7 +99,7 @@ def privacy(results: Results) -> Sheet | None:
     ]
     caption = (
         f"{results.section.title}: what was released, and ε per user of all streams of a row together, "
-        f"against who sees what is released. {claimed(run for row in results.section.rows for run in row.runs)}"
+        f"against who sees what is released. {claim_of(run for row in results.section.rows for run in row.runs)}"
     )
     return Sheet(f"{results.section.slug}-privacy", caption, tuple(map(Column, RELEASE)), tuple(rows))
 

@@ -152,7 +152,7 @@ def render(chapters: Sequence[Chapter], warned: Sequence[str], unfinished: Seque
         of_grid=coverage_table(filled.of_grid) if filled.of_grid else None,
         lacking=[(cell.folder, state) for cell, state in filled.of_grid.lacking] if filled.of_grid else [],
         releases=provenance.releases(sections),
-        claim=provenance.claimed(run for section in sections for row in section.rows for run in row.runs),
+        claim=provenance.claim_of(run for section in sections for row in section.rows for run in row.runs),
         environments=provenance.environments(sections),
         commands=provenance.commands(sections),
         settings=provenance.settings(sections),

@@ -33,7 +33,7 @@ class Settings:
     text: str
 
 
-def claimed(runs: Iterable[Run]) -> str:
+def claim_of(runs: Iterable[Run]) -> str:
     """The claim of all runs that released something, with their δ and, where they all know it, their logs' shares."""
     private = [run for run in runs if run.ledger]
     deltas = {float(run.config.get("privacy", {}).get("delta", DELTA)) for run in private}

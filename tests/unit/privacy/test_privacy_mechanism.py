@@ -17,16 +17,16 @@ from protofed.privacy.draws import uniform
 from protofed.privacy.mechanism import (
     GRID,
     add_gaussian_noise,
-    below,
     bernoulli_exp,
     clip,
-    coins,
     discrete_gaussian,
     discrete_laplace,
+    draw_below,
     os_discrete_gaussian,
     os_noise,
     rounding_delta,
     seeded_noise,
+    toss,
 )
 from protofed.seeds import stream
 
@@ -155,7 +155,7 @@ def test_a_coin_falls_by_the_binary_fraction_of_its_chance_and_the_rest_decides_
     ):
         if min(words) >= 0 and max(words) < 2**62 and (rest or len(words) == 1):
             asked.clear()
-            assert coins(np.array([a], dtype=object), b).tolist() == [expected]
+            assert toss(np.array([a], dtype=object), b).tolist() == [expected]
             assert asked == [62] * len(words)
 
 
@@ -168,7 +168,7 @@ def test_bernoulli_exp_has_the_chance_it_is_named_after(gamma):
 
 @pytest.mark.parametrize("bound", [1, 2, 5, 64])
 def test_whole_numbers_below_a_bound_are_uniform(bound):
-    assert stats.chi2.sf(uneven(below(bound, 50_000), bound), max(bound - 1, 1)) > 1e-6
+    assert stats.chi2.sf(uneven(draw_below(bound, 50_000), bound), max(bound - 1, 1)) > 1e-6
 
 
 def test_every_step_beyond_five_standard_deviations_is_proposed_and_taken_as_often_as_it_should_be():

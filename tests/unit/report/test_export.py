@@ -117,6 +117,21 @@ def test_the_claim_is_made_with_the_delta_of_the_runs(tmp_path):
     assert "δ = 1e-6. Events in the base block are not protected (some later users have some)." in text
 
 
+def test_the_claim_has_the_shares_of_all_logs_or_of_none(tmp_path):
+    shares: dict[str, float | None] = {"a": 0.561, "b": 0.989}
+
+    def text(folder: str) -> str:
+        for seed, (name, share) in enumerate(shares.items()):
+            known = {} if share is None else {"later_users_with_base_events": share}
+            settings = {"method": "fedavg", "seed": seed, "ledger": PRIVATE, "environment": known}
+            write_run(tmp_path / folder / name, flat(0.2), **settings)
+        return to_markdown([compute(section) for section in group(find_runs(tmp_path / folder)[0])], [])
+
+    assert "(56.1 to 98.9 % of later users have some)" in text("both")
+    shares["b"] = None
+    assert "(some later users have some)" in text("one")
+
+
 def md_cells(line: str) -> int:
     return len(re.findall(r"(?<!\\)\|", line)) - 1
 

@@ -110,14 +110,14 @@ class DualLoRA:
 
     def _continued(self, world: World, model: SASRec, slice_: TimeSlice, descend: Descend) -> tuple[SASRec, Fit]:
         """The long-term LoRA after a sample of everything so far; no row moves."""
-        chosen = self._sampled(world, slice_)
+        chosen = self._draw_sample(world, slice_)
         if world.config.privacy.wrap:
             public = chosen < slice_.bounds[0].end
-            model, _ = self._trained(world, model, world.base, chosen[public], on_base_block(world, descend))
+            model, _ = self._train_long(world, model, world.base, chosen[public], on_base_block(world, descend))
             chosen = chosen[~public]
-        return self._trained(world, model, slice_, chosen, descend)
+        return self._train_long(world, model, slice_, chosen, descend)
 
-    def _sampled(self, world: World, slice_: TimeSlice) -> np.ndarray:
+    def _draw_sample(self, world: World, slice_: TimeSlice) -> np.ndarray:
         """The train events so far on which the long-term LoRA goes on."""
         events, seed = slice_.all_train_positions, world.config.seed
         if world.config.privacy.wrap:  # each event has a coin of its own, whatever other events there are
@@ -126,7 +126,7 @@ class DualLoRA:
             coins = numpy_stream(seed, "dual-lora", "sample", slice_.index).random(len(events))
         return np.asarray(events[coins < self.sample])
 
-    def _trained(
+    def _train_long(
         self, world: World, model: SASRec, slice_: TimeSlice, events: np.ndarray, descend: Descend
     ) -> tuple[SASRec, Fit]:
         """The long-term LoRA after these events."""

@@ -60,7 +60,7 @@ def first_weights(world: World, state: BackboneState, slice_: TimeSlice) -> tupl
     return model, model.has_row
 
 
-def retrained(
+def train_on(
     world: World, model: SASRec, new: Tensor, slice_: TimeSlice, events: np.ndarray, descend: Descend
 ) -> tuple[SASRec, Fit]:
     """The model after a training as long as the base block's on these events."""
@@ -93,8 +93,8 @@ class FullRetrain:
             events = after_base_block(slice_)
             if is_peft(world):
                 free = on_base_block(world, descend)
-                model, _ = retrained(world, model, new, world.base, world.base.train_positions, free)
-        model, fit = retrained(world, model, new, slice_, events, descend)
+                model, _ = train_on(world, model, new, world.base, world.base.train_positions, free)
+        model, fit = train_on(world, model, new, slice_, events, descend)
         return BackboneState(model, slice_.index, fit.newest_target), fit.diagnostics()
 
     def score(self, world: World, state: BackboneState, queries: Queries) -> Float[Tensor, "B I"]:
