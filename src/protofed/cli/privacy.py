@@ -8,6 +8,7 @@ import typer
 
 from protofed.errors import ConfigError, DataError
 from protofed.privacy.accountant import (
+    SMALLEST_DELTA,
     Accountant,
     Guarantee,
     adjacency,
@@ -39,8 +40,7 @@ def privacy(
     as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
 ) -> None:
     """Price a privacy budget: noise for an ε, or ε for a noise, never without δ, unit, adjacency and adversary."""
-    check_delta(delta)
-    check_rounds(rounds)
+    check_size(delta, rounds)
     if sum(given is not None for given in (target_epsilon, noise_multiplier, ledger)) != 1:
         raise ConfigError("give exactly one of --target-epsilon, --noise-multiplier and --ledger")
     solver: Accountant = _one_of("--accountant", accountant, get_args(Accountant))
@@ -70,8 +70,11 @@ def privacy(
     print(json.dumps(answer, indent=2, ensure_ascii=False)) if as_json else show(answer)
 
 
-def check_rounds(rounds: int) -> None:
-    """Refuse more rounds than are priced in seconds."""
+def check_size(delta: float, rounds: int) -> None:
+    """Refuse a δ below what the accountants resolve, and more rounds than are priced in seconds."""
+    check_delta(delta)
+    if delta < SMALLEST_DELTA:
+        raise ConfigError(f"--delta must be at least {SMALLEST_DELTA:g}, got {delta}; the project uses 1e-5")
     if rounds > MOST_ROUNDS:
         raise ConfigError(f"--rounds must be at most {MOST_ROUNDS:,}, got {rounds:,}; the default is 160")
 

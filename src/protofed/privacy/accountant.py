@@ -145,7 +145,10 @@ def rounds_within(
 
     def fits(count: int) -> bool:
         ledger = (*spent, Release(release.noise_multiplier, release.sampling_rate, count)) if count else spent
-        return epsilon(ledger, delta, trust=trust, accountant=accountant) <= target_epsilon
+        try:
+            return epsilon(ledger, delta, trust=trust, accountant=accountant) <= target_epsilon
+        except BeyondPricing:  # its ε is far too large
+            return False
 
     low, high = 0, release.count + 1
     if not fits(0):
@@ -240,8 +243,6 @@ def check_delta(delta: float) -> None:
     """Refuse a δ that no accounting has a meaning for."""
     if not 0 < delta < 1:
         raise ConfigError(f"delta must lie strictly between 0 and 1, got {delta}; the project uses 1e-5")
-    if delta < SMALLEST_DELTA:
-        raise ConfigError(f"delta must be at least {SMALLEST_DELTA:g}, got {delta}; the project uses 1e-5")
 
 
 def check_priceable(ledger: Ledger) -> None:

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from protofed.cli.main import app
 from protofed.errors import ConfigError, DataError, ProtoFedError
-from protofed.privacy.accountant import BeyondPricing, epsilon, noise_for
+from protofed.privacy.accountant import BeyondPricing, epsilon, noise_for, rounds_within
 from protofed.privacy.ledger import Release, write_ledger
 
 SECONDS = 60  # alone it is 10 at most; other tests run beside this one
@@ -102,7 +102,7 @@ def test_a_thousand_random_calls_answer_or_refuse_in_one_line(part):
         ("--noise-multiplier 1e300", "ε is computed for noise multipliers from 0.0001 to 1e+07, got 1e+300"),
         ("--noise-multiplier 1 --rounds 1000000000", "--rounds must be at most 100,000, got 1,000,000,000"),
         ("--noise-multiplier 0.1 --rate 0.5 --rounds 100000", "this noise promises nothing: by RDP ε is about"),
-        ("--noise-multiplier 1 --delta 5e-324", "delta must be at least 1e-15, got 5e-324"),
+        ("--noise-multiplier 1 --delta 5e-324", "--delta must be at least 1e-15, got 5e-324"),
         ("--target-epsilon 0", "the target epsilon must be a finite number above 0, got 0.0"),
         ("--target-epsilon 100000", "--target-epsilon must be at most 30, got 100000"),
         ("--noise-multiplier 1e6 --rate 1", "at δ = 1e-05 this comes out as ε = 0"),
@@ -157,3 +157,7 @@ def test_a_budget_beyond_what_can_be_priced_gets_the_least_noise_that_can_be(mon
     multiplier = noise_for(200.0, 1e-5, 0.05, 10)
     assert multiplier == 0.3
     assert epsilon((Release(multiplier, 0.05, 10),), 1e-5) < 200
+
+
+def test_rounds_beyond_what_can_be_priced_are_not_within_a_budget():
+    assert rounds_within(3.4, 1e-5, Release(0.01, 0.05, 10**7)) == 0
