@@ -29,6 +29,7 @@ LARGEST_MULTIPLIER = 1e5
 
 # What can be priced in seconds and without overflow; far beyond it no promise is left, or none is made.
 MULTIPLIERS = (1e-4, 1e7)
+SMALLEST_RATE = 1e-12
 SAMPLED_MULTIPLIER = 0.02  # the least with sampling: one loss is spread over 1 / multiplier² of the grid
 MOST_ROUNDS, MOST_SAMPLED_ROUNDS = 10**9, 10**6
 MOST_KINDS = 200  # different noises and rates in one ledger
@@ -264,6 +265,10 @@ def check_priceable(ledger: Ledger) -> None:
 
 def check_priceable_sampled(ledger: Ledger) -> None:
     """Refuse a ledger whose privacy loss distribution would be too large."""
+    if (rate := min(release.sampling_rate for release in ledger)) < SMALLEST_RATE:
+        raise ConfigError(
+            f"ε is computed for sampling rates of {SMALLEST_RATE:g} and more, got {rate:g}; raise the rate"
+        )
     least, rounds = min(release.noise_multiplier for release in ledger), sum(release.count for release in ledger)
     if least < SAMPLED_MULTIPLIER:
         raise BeyondPricing(

@@ -103,6 +103,7 @@ def test_a_thousand_random_calls_answer_or_refuse_in_one_line(part):
         ("--noise-multiplier 1 --rounds 1000000000", "--rounds must be at most 100,000, got 1,000,000,000"),
         ("--noise-multiplier 0.1 --rate 0.5 --rounds 100000", "this noise promises nothing: by RDP ε is about"),
         ("--noise-multiplier 1 --delta 5e-324", "--delta must be at least 1e-15, got 5e-324"),
+        ("--target-epsilon 1e-4 --rate 5e-324", "ε is computed for sampling rates of 1e-12 and more, got 4.94066e-324"),
         ("--target-epsilon 0", "the target epsilon must be a finite number above 0, got 0.0"),
         ("--target-epsilon 100000", "--target-epsilon must be at most 30, got 100000"),
         ("--noise-multiplier 1e6 --rate 1", "at δ = 1e-05 this comes out as ε = 0"),
