@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import random
+import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,8 +39,6 @@ def _events(rng: random.Random, n: int) -> Iterator[tuple[int, int, int, float]]
 
 
 def _day(seconds: int, form: str = "%Y-%m-%d") -> str:
-    import time
-
     return time.strftime(form, time.gmtime(seconds))
 
 

@@ -6,12 +6,14 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from protofed.errors import ConfigError
+from protofed.errors import ConfigError, DataError
 from protofed.privacy.accountant import (
+    SMALLEST_DELTA,
     Accountant,
     Guarantee,
     adjacency,
     check_delta,
+    check_target,
     epsilon,
     guarantees,
     noise_for,
@@ -20,6 +22,9 @@ from protofed.privacy.accountant import (
 )
 from protofed.privacy.ledger import SHARE, Ledger, Release, Trust, claim, read_ledger, share_beside
 from protofed.privacy.upload import UploadRule
+
+LARGEST_TARGET = 30  # a larger ε promises nothing, and the search for its noise can take minutes
+MOST_ROUNDS = 100_000
 
 
 def privacy(
@@ -35,14 +40,14 @@ def privacy(
     as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
 ) -> None:
     """Price a privacy budget: noise for an ε, or ε for a noise, never without δ, unit, adjacency and adversary."""
-    check_delta(delta)
+    check_size(delta, rounds)
     if sum(given is not None for given in (target_epsilon, noise_multiplier, ledger)) != 1:
         raise ConfigError("give exactly one of --target-epsilon, --noise-multiplier and --ledger")
     solver: Accountant = _one_of("--accountant", accountant, get_args(Accountant))
     trusted: Trust = _one_of("--trust", trust or "central", get_args(Trust))
     answer: dict[str, Any] = {"claim": claim([delta]), "delta": delta, "unit": "user"}
     if ledger is not None:
-        releases, written = read_ledger(ledger)
+        releases, written = read(ledger)
         if not releases:  # not ε = 0: what was trained without the mechanism is not in the ledger either
             raise ConfigError(
                 f"{ledger} holds no release, so no ε applies; methods that train without the mechanism carry no claim"
@@ -52,6 +57,7 @@ def privacy(
             answer |= {SHARE: share, "claim": claim([delta], [share])}
     else:
         if target_epsilon is not None:
+            check_budget(target_epsilon)
             needed = needed_noise(target_epsilon, delta, rate, rounds, max_uploads, trusted)
             noise_multiplier = needed[solver]
             answer |= {"target_epsilon": target_epsilon, "accountant": solver, "noise_for_target": needed}
@@ -60,8 +66,43 @@ def privacy(
         answer |= {"noise_multiplier": noise_multiplier, "rate": rate, "rounds": rounds}
         answer |= {"noise_std": _stds(noise_multiplier)}
     answer |= {"trust": trusted, "adjacency": adjacency(trusted), "releases": [_release(r) for r in releases]}
-    answer["guarantees"] = [_row(guarantee, releases) for guarantee in guarantees(releases, delta)]
+    promised = guarantees(releases, delta)
+    check_promises(promised)
+    answer["guarantees"] = [_row(guarantee, releases) for guarantee in promised]
     print(json.dumps(answer, indent=2, ensure_ascii=False)) if as_json else show(answer)
+
+
+def check_size(delta: float, rounds: int) -> None:
+    """Refuse a δ below what the accountants resolve, and more rounds than are priced in seconds."""
+    check_delta(delta)
+    if delta < SMALLEST_DELTA:
+        raise ConfigError(f"--delta must be at least {SMALLEST_DELTA:g}, got {delta}; the project uses 1e-5")
+    if rounds > MOST_ROUNDS:
+        raise ConfigError(f"--rounds must be at most {MOST_ROUNDS:,}, got {rounds:,}; the default is 160")
+
+
+def check_budget(target: float) -> None:
+    """Refuse a budget that is none, or that promises nothing."""
+    check_target(target)
+    if target > LARGEST_TARGET:
+        raise ConfigError(f"--target-epsilon must be at most {LARGEST_TARGET}, got {target:g}; the project uses 3.4")
+
+
+def check_promises(promised: list[Guarantee]) -> None:
+    """Refuse ε = 0: then δ alone pays for what is learned of a user."""
+    if any(rounded_up(price) == 0 for guarantee in promised for price in (guarantee.pld, guarantee.rdp)):
+        raise ConfigError(
+            f"at δ = {promised[0].delta:g} this comes out as ε = 0, which nothing that learns from a user has: "
+            "δ pays for all of it; give a smaller --delta, less noise or a higher --rate"
+        )
+
+
+def read(ledger: Path) -> tuple[Ledger, Trust]:
+    """The releases in a file and their trust model, or a refusal in one line."""
+    try:
+        return read_ledger(ledger)
+    except (OSError, OverflowError, RecursionError) as broken:
+        raise DataError(f"{ledger}: cannot be read as a ledger: {broken}; a run writes ledger.json") from broken
 
 
 def needed_noise(
@@ -96,8 +137,13 @@ def show(answer: dict[str, Any]) -> None:
 
 
 def _line(row: dict[str, Any], uploads: int, prices: dict[str, float | None], note: str) -> str:
-    pld, rdp = (f"{price:.3f}" if price is not None else "none" for price in (prices["pld"], prices["rdp"]))
+    pld, rdp = (_shown(price) for price in (prices["pld"], prices["rdp"]))
     return f"{row['trust']:<20}{row['adversary']:<11}{row['adjacency']:<24}{uploads:>7}{pld:>11}{rdp:>11}  {note}"
+
+
+def _shown(price: float | None) -> str:
+    """An ε in three decimals, or four where three would show zero."""
+    return "none" if price is None else f"{price:.3f}" if price >= 1e-3 else f"{price:.4f}"
 
 
 def _row(guarantee: Guarantee, ledger: Ledger) -> dict[str, Any]:

@@ -27,6 +27,20 @@ UNIT = "user"
 STEP = 1e-4  # noise multipliers are rounded up to it
 LARGEST_MULTIPLIER = 1e5
 
+# What can be priced in seconds and without overflow; far beyond it no promise is left, or none is made.
+MULTIPLIERS = (1e-4, 1e7)
+SMALLEST_RATE = 1e-12
+SAMPLED_MULTIPLIER = 0.02  # the least with sampling: one loss is spread over 1 / multiplier² of the grid
+MOST_ROUNDS, MOST_SAMPLED_ROUNDS = 10**9, 10**6
+MOST_KINDS = 200  # different noises and rates in one ledger
+MOST_POINTS = 1e7  # of the composed privacy loss distribution
+MOST_SEPARATION = 1e6  # of the two Gaussians that an unsampled ledger comes down to: ε = 5e11
+SMALLEST_DELTA = 1e-15  # the privacy loss distributions leave tails of this mass out
+
+
+class BeyondPricing(ConfigError):
+    """A ledger whose ε would take too long, too much memory or more than a float."""
+
 
 def epsilon(
     ledger: Ledger,
@@ -45,7 +59,9 @@ def epsilon(
         return 0.0
     if any(release.noise_multiplier == 0 for release in ledger) or (trust == "central" and adversary == "server"):
         return math.inf
+    check_priceable(ledger)
     if amplified(trust, adversary) and any(release.sampling_rate < 1 for release in ledger):
+        check_priceable_sampled(ledger)
         price = _pld_epsilon if accountant == "pld" else _rdp_epsilon
         return price(ledger, delta)
     seen = tuple((release.noise_multiplier, release.uploads) for release in ledger)
@@ -89,9 +105,11 @@ def noise_for(
 
     def enough(steps: int) -> bool:
         release = Release(steps * STEP, rate, rounds, max_uploads=max_uploads)
-        return epsilon((*spent, release), delta, adversary=adversary, trust=trust, accountant=accountant) <= (
-            target_epsilon
-        )
+        try:
+            price = epsilon((*spent, release), delta, adversary=adversary, trust=trust, accountant=accountant)
+        except BeyondPricing:  # its ε is far too large: more noise is never wrong
+            return False
+        return price <= target_epsilon
 
     low, high = _bracket(enough)
     while high - low > 1:
@@ -128,7 +146,10 @@ def rounds_within(
 
     def fits(count: int) -> bool:
         ledger = (*spent, Release(release.noise_multiplier, release.sampling_rate, count)) if count else spent
-        return epsilon(ledger, delta, trust=trust, accountant=accountant) <= target_epsilon
+        try:
+            return epsilon(ledger, delta, trust=trust, accountant=accountant) <= target_epsilon
+        except BeyondPricing:  # its ε is far too large
+            return False
 
     low, high = 0, release.count + 1
     if not fits(0):
@@ -225,6 +246,54 @@ def check_delta(delta: float) -> None:
         raise ConfigError(f"delta must lie strictly between 0 and 1, got {delta}; the project uses 1e-5")
 
 
+def check_priceable(ledger: Ledger) -> None:
+    """Refuse noises and numbers of rounds whose ε no float holds."""
+    low, high = MULTIPLIERS
+    for release in ledger:
+        if not low <= release.noise_multiplier <= high:
+            raise BeyondPricing(
+                f"ε is computed for noise multipliers from {low:g} to {high:g}, got {release.noise_multiplier:g}; "
+                "give one in between"
+            )
+        if not isinstance(release.count, int) or not isinstance(release.uploads, int):
+            raise ConfigError(f"rounds and uploads are whole numbers, got {release.count} and {release.uploads}")
+    if (rounds := sum(release.count for release in ledger)) > MOST_ROUNDS:
+        raise BeyondPricing(f"ε is computed for at most {MOST_ROUNDS:,} rounds, got {rounds:,}; lower the rounds")
+    if (mu := _separation(ledger)) > MOST_SEPARATION:
+        raise BeyondPricing(f"this noise promises nothing: without sampling ε is about {mu * mu / 2:.0e}; raise it")
+
+
+def check_priceable_sampled(ledger: Ledger) -> None:
+    """Refuse a ledger whose privacy loss distribution would be too large."""
+    if (rate := min(release.sampling_rate for release in ledger)) < SMALLEST_RATE:
+        raise ConfigError(
+            f"ε is computed for sampling rates of {SMALLEST_RATE:g} and more, got {rate:g}; raise the rate"
+        )
+    least, rounds = min(release.noise_multiplier for release in ledger), sum(release.count for release in ledger)
+    if least < SAMPLED_MULTIPLIER:
+        raise BeyondPricing(
+            f"with sampling, ε is computed for noise multipliers of {SAMPLED_MULTIPLIER:g} and more, got {least:g}; "
+            "raise the noise, or give --rate 1"
+        )
+    if rounds > MOST_SAMPLED_ROUNDS:
+        raise BeyondPricing(
+            f"with sampling, ε is computed for at most {MOST_SAMPLED_ROUNDS:,} rounds, got {rounds:,}; lower the rounds"
+        )
+    if (kinds := len(_counted(ledger))) > MOST_KINDS:
+        raise BeyondPricing(f"ε is computed for at most {MOST_KINDS} different noises and rates, got {kinds}")
+    largest = MOST_POINTS * _grid(ledger)
+    if _separation(ledger) ** 2 > largest and (price := _rdp_epsilon(ledger, SMALLEST_DELTA)) > largest:
+        raise BeyondPricing(
+            f"this noise promises nothing: by RDP ε is about {price:.0e}, and it is computed up to {largest:.0e}; "
+            "raise the noise, or lower the rate or the rounds"
+        )
+
+
+def _separation(ledger: Ledger) -> float:
+    """The distance of the two Gaussians that the ledger is without sampling."""
+    return math.sqrt(sum(release.count / release.noise_multiplier**2 for release in ledger))
+
+
 def check_target(target_epsilon: float) -> None:
     """Refuse a budget that is not a positive number."""
     if not 0 < target_epsilon < math.inf:
@@ -241,14 +310,19 @@ def _composed(ledger: Ledger) -> Any:
         from dp_accounting.pld import privacy_loss_distribution as pld
     except ImportError as missing:
         raise MissingExtra("dp-accounting", "core") from missing
-    least = min(release.noise_multiplier for release in ledger)
-    grid = 5e-3 if least <= 0.5 else 1e-3 if least <= 2 else 1e-4
+    grid = _grid(ledger)
     whole = None
     for (multiplier, rate), count in _counted(ledger).items():
         part = pld.from_gaussian_mechanism(multiplier, sampling_prob=rate, value_discretization_interval=grid)
         part = part.self_compose(count)
         whole = part if whole is None else whole.compose(part)
     return whole
+
+
+def _grid(ledger: Ledger) -> float:
+    """How finely privacy losses are rounded."""
+    least = min(release.noise_multiplier for release in ledger)
+    return 5e-3 if least <= 0.5 else 1e-3 if least <= 2 else 1e-4
 
 
 def _rdp_epsilon(ledger: Ledger, delta: float) -> float:
