@@ -210,8 +210,8 @@ def to_bytes(state: DeviceState, model: Model) -> bytes:
     if state.moments is not None:
         raise DataError("a device cannot be saved while a slice is under way; end the slice first")
     about = {"format": FORMAT, "model": fingerprint(model), "devices": json.dumps(len(state))}
-    tensors = dict(zip(_NAMES, _flat(state), strict=True))
-    return bytes(save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, metadata=about))
+    tensors = dict(zip(_NAMES, _flat(state), strict=True))  # columns of new devices share their zeros: copies do not
+    return bytes(save({name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}, metadata=about))
 
 
 def from_bytes(blob: bytes, model: Model) -> DeviceState:

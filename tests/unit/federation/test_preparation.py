@@ -8,32 +8,39 @@ import numpy as np
 import pytest
 import torch
 from torch import Generator, Tensor
-from worlds import LENGTH, tiny_config, tiny_stream, warmed_up
+from worlds import LENGTH, tiny_config, tiny_log, tiny_stream, warmed_up
 
+from protofed.backbone.losses import hidden_at
 from protofed.client.codec import CodecFit, CodecTraining, LinearCodec, MlpCodec, unit
-from protofed.client.own_rows import no_rows
+from protofed.client.lessons import Lesson
+from protofed.client.own_rows import met_boost, no_rows, own_embed, subset
+from protofed.client.state import DeviceState, choose_variants, select, with_fresh_moments
+from protofed.client.update import client_update
 from protofed.config import RunConfig
 from protofed.errors import ConfigError
 from protofed.federation import preparation
-from protofed.federation.acceptance import variant_losses
-from protofed.federation.lessons import ClientData
 from protofed.federation.preparation import (
     STRENGTHS,
     Prepared,
-    base_data,
     base_devices,
-    everybody_uses,
+    base_windows,
+    brief_base_windows,
     first_library,
-    fitted_codec,
+    fit_codec,
+    nobody_yet,
     prepare,
+    teach_base_devices,
 )
-from protofed.federation.simulator import broadcast
-from protofed.federation.table import new_table
-from protofed.inference.online import forced, online_inference
+from protofed.inference.end import validation_questions, variant_losses
+from protofed.inference.online import online_inference
 from protofed.methods.protofed_rules import local_rule
-from protofed.privacy.draws import normal
+from protofed.privacy.draws import event_keys, normal, uniform
 from protofed.progress import silent
+from protofed.seeds import user_keys
 from protofed.slices.histories import queries_at
+from protofed.slices.windows import NO_TARGET, Windows, take, trimmed
+
+CPU = torch.device("cpu")
 
 
 def settings(**changes: object) -> RunConfig:
@@ -49,47 +56,153 @@ def prepared(**changes: object) -> Prepared:
         return prepare(config, tiny_stream().slice_(0), warmed_up()[0], local_rule(config), silent)
 
 
-def devices_after(steps: int, **changes: object) -> tuple:
+def devices_after(steps: int, **changes: object) -> tuple[DeviceState, float]:
     config = settings(protofed__base_steps=steps, **changes)
+    return teach_base_devices(config, tiny_stream().slice_(0), warmed_up()[0], local_rule(config), silent)
+
+
+def base_users() -> np.ndarray:
     base = tiny_stream().slice_(0)
-    data = base_data(config, base)
-    return base, data, *base_devices(config, base, warmed_up()[0], data, local_rule(config), silent)
+    return np.unique(base.past.users[base.train_positions])
 
 
 def test_base_users_share_one_first_prompt_and_nobody_else_has_one():
-    base, data, table, _, _ = devices_after(0)
-    users = np.unique(base.past.users[base.train_positions])
-    assert data.users.tolist() == users.tolist()
-    first = 0.02 * normal(0, "first prompt", torch.zeros(1, dtype=torch.int64), 0, (2, 16))[0].float()
-    assert torch.equal(table.long[data.users], first.expand(len(users), -1, -1))
-    others = torch.ones(len(table), dtype=torch.bool).index_fill(0, data.users, False)
-    assert table.met.tolist() == (~others).tolist()
-    assert not table.long[others].any()
-    assert not table.short.any()
+    state, _ = devices_after(0)
+    users = torch.from_numpy(base_users().astype(np.int64))
+    first = (0.02 * normal(0, "first prompt", torch.zeros(1, dtype=torch.int64), 0, (2, 16))[0]).float()
+    assert torch.equal(state.prompts.long[users], first.expand(len(users), -1, -1))
+    others = torch.ones(len(state), dtype=torch.bool).index_fill(0, users, False)
+    assert len(state) == tiny_stream().slice_(0).past.n_users
+    assert state.met.tolist() == (~others).tolist()
+    assert not state.prompts.long[others].any()
+    assert not state.prompts.short.any()
+
+
+def test_base_devices_are_keyed_by_their_users_ids():
+    ids = tiny_log().user_ids.to_pylist()
+    state, _ = devices_after(0)
+    assert state.users.tolist() == user_keys(ids)[: len(state)].tolist()
+
+
+def test_base_devices_remember_their_train_part_and_have_nothing_to_upload_yet():
+    base = tiny_stream().slice_(0)
+    state = prepared().devices
+    for u in range(len(state)):
+        mine = [int(p) for p in base.train_positions if base.past.users[p] == u]
+        memory = select(state, torch.tensor([u])).memory
+        assert memory.items.tolist() == base.past.items[base.past.place[mine]].tolist()
+        assert memory.times.tolist() == base.times[mine].tolist()
+    assert not state.contributes.any()
+    assert not state.active.any()
+    assert state.moments is None
 
 
 def test_from_that_one_prompt_every_base_user_goes_its_own_way():
-    _, data, table, _, _ = devices_after(4)
-    first = devices_after(0)[2].long[data.users]
-    prompts = table.long[data.users]
+    users = base_users()
+    prompts, first = (devices_after(steps)[0].prompts.long[users] for steps in (4, 0))
     assert float((prompts - first).flatten(1).norm(dim=1).min()) > 0
     assert float((prompts - first).abs().max()) <= 4 * 5e-3 * 1.01  # a step of AdamW is hardly longer than its rate
-    assert len(torch.unique(prompts.flatten(1), dim=0)) == len(data)
+    assert len(torch.unique(prompts.flatten(1), dim=0)) == len(users)
 
 
 def test_own_rows_are_of_items_met_in_the_train_part_and_start_at_the_public_ones():
-    base, _, _, rows, boost = devices_after(4, protofed__row_rate=0.0)
+    base, (state, boost) = tiny_stream().slice_(0), devices_after(4, protofed__row_rate=0.0)
     items = base.past.items[base.past.place[base.train_positions]]
     met = sorted(set(zip(base.past.users[base.train_positions].tolist(), items.tolist(), strict=True)))
-    assert list(zip(rows.clients.tolist(), rows.items.tolist(), strict=True)) == met
-    assert torch.equal(rows.rows, warmed_up()[0].embed(rows.items))
+    assert list(zip(state.rows.clients.tolist(), state.rows.items.tolist(), strict=True)) == met
+    assert torch.equal(state.rows.rows, warmed_up()[0].embed(state.rows.items))
     assert boost == 0
 
 
-def test_base_devices_do_not_depend_on_the_chunk():
-    whole, small = devices_after(3), devices_after(3, protofed__chunk=7)
-    torch.testing.assert_close(whole[2].long, small[2].long, atol=1e-5, rtol=0)
-    torch.testing.assert_close(whole[3].rows, small[3].rows, atol=1e-5, rtol=0)
+@pytest.mark.parametrize("prompt_history", [0, 4])
+def test_base_devices_do_not_depend_on_the_chunk(prompt_history):
+    whole, small = (
+        devices_after(3, protofed__chunk=chunk, protofed__prompt_history=prompt_history) for chunk in (1_000, 7)
+    )
+    for name in ("long", "short"):
+        torch.testing.assert_close(getattr(whole[0].prompts, name), getattr(small[0].prompts, name), atol=1e-5, rtol=0)
+    torch.testing.assert_close(whole[0].rows.rows, small[0].rows.rows, atol=1e-5, rtol=0)
+    torch.testing.assert_close(whole[0].taste, small[0].taste, atol=1e-5, rtol=0)
+    assert whole[1] == pytest.approx(small[1], abs=1e-6)
+
+
+def slow_windows(u: int, key: Tensor, *, purpose: str, length: int, stride: int, newest: int) -> list[tuple[int, list]]:
+    """One base user's newest windows: each ends with the user's event of that number, with these targets."""
+    base = tiny_stream().slice_(0)
+    mine = [int(p) for p in base.train_positions if base.past.users[p] == u]
+    shift = int(uniform(0, purpose, key[None], 0).item() * stride)
+    groups: dict[int, list[int]] = {}
+    for n in range(len(mine)):
+        groups.setdefault((n + shift) // stride, []).append(n)
+    items = base.past.items[base.past.place[mine]].tolist()
+    return [(group[-1], [items[n] for n in group]) for group in groups.values()][-newest:]
+
+
+def told(windows: Windows, u: int) -> list[tuple[int, list[int]]]:
+    mine = (windows.users == u).nonzero()[:, 0].tolist()
+    real = [[target for target in windows.targets[w].tolist() if target != NO_TARGET] for w in mine]
+    return list(zip(windows.newest[mine].tolist(), real, strict=True))
+
+
+@pytest.mark.parametrize("prompt_history", [0, 5])
+def test_base_users_learn_from_their_newest_windows_cut_by_their_keys(prompt_history):
+    config = settings(protofed__prompt_history=prompt_history, protofed__base_windows=2)
+    state = base_devices(config, tiny_stream().slice_(0), CPU)
+    windows, brief = base_windows(config, state), brief_base_windows(config, state)
+    assert (brief is None) == (prompt_history == 0)
+    for u in range(len(state)):
+        key, whole = state.users[u], {"purpose": "base windows", "length": LENGTH, "stride": 6, "newest": 2}
+        assert told(windows, u) == slow_windows(u, key, **whole)
+        if brief is not None:  # two windows of 6 targets are three of 4
+            short = {"purpose": "brief base windows", "length": 5, "stride": 4, "newest": 3}
+            assert told(brief, u) == slow_windows(u, key, **short)
+    assert windows.tokens.shape[1] == LENGTH
+    assert brief is None or brief.tokens.shape[1] == 5
+
+
+def test_a_base_user_learns_what_it_would_alone():
+    """Two users' own steps, one after the other, with negatives of their own events and rates that fall."""
+    config, backbone, steps = settings(protofed__base_steps=3), warmed_up()[0], 3
+    base, (taught, _) = tiny_stream().slice_(0), devices_after(3)
+    model = nobody_yet(config, backbone, local_rule(config), base.n_train_items)
+    start, whole = base_devices(config, base, CPU), devices_after(0)[0]
+    windows = base_windows(config, start)
+    for u in (int(base_users()[0]), int(base_users()[-1])):
+        me = torch.tensor([u])
+        state = with_fresh_moments(replace(select(whole, me), active=torch.ones(1, dtype=torch.bool)))
+        mine = trimmed(take(windows, (windows.users == u).nonzero()[:, 0]))
+        mine = replace(mine, users=torch.zeros_like(mine.users))
+        lesson = Lesson(mine, model.v, torch.zeros(1), torch.zeros(1))
+        for step in range(steps):
+            falling = 0.5 * (1 + math.cos(math.pi * step / steps))
+            rule = replace(model.rule, eta_l=falling * model.rule.eta_l, eta_r=falling * model.rule.eta_r)
+            keys = [event_keys(start.users[me], number[None]) for number in mine.newest]
+            numbers = torch.cat([uniform(0, "client negatives", key, step, (rule.negatives,)) for key in keys])
+            state, _ = client_update(model, state, lesson, (numbers * base.n_train_items).long(), rule)
+        learned = select(taught, me)
+        torch.testing.assert_close(learned.prompts.long, state.prompts.long, atol=1e-5, rtol=0)
+        torch.testing.assert_close(learned.rows.rows, state.rows.rows, atol=1e-5, rtol=0)
+        assert not torch.equal(learned.rows.rows, select(whole, me).rows.rows)
+
+
+def test_a_base_users_taste_is_the_direction_of_what_its_windows_ask_with_the_rows_it_starts_with():
+    config, backbone = settings(), warmed_up()[0]
+    state, boost = devices_after(4)
+    start = devices_after(0)[0]
+    windows = base_windows(config, start)
+    for u in base_users()[::9].tolist():
+        mine = take(windows, (windows.users == u).nonzero()[:, 0])
+        rows = subset(start.rows, torch.tensor([u]))[0]
+        total = torch.zeros(16)
+        for w in range(len(mine)):
+            one = take(mine, torch.tensor([w]))
+            embed = own_embed(rows, torch.zeros(1, dtype=torch.int64), backbone.embed)
+            with torch.no_grad():
+                hidden = hidden_at(backbone.hidden(one.tokens, None, embed), one.sources)[0]
+            total += hidden[one.targets[0] != NO_TARGET].sum(0)
+        torch.testing.assert_close(state.taste[u], total / total.norm(), atol=1e-5, rtol=0)
+    assert boost == pytest.approx(config.protofed.met_boost * met_boost(start.rows, state.rows, state.taste))
+    assert boost != 0
 
 
 @pytest.mark.parametrize(
@@ -98,16 +211,14 @@ def test_base_devices_do_not_depend_on_the_chunk():
 )
 def test_the_codec_is_linear_below_2000_base_users_unless_told(monkeypatch, n, kind, expected):
     monkeypatch.setattr(preparation, "train_codec", lambda codec, *_, **__: (codec, CodecFit((), 0.0, 0.0)))
-    table = new_table(n, 2, 16, 16)
-    table.long.copy_(torch.randn(n, 2, 16, generator=Generator().manual_seed(0)))
-    windows = base_data(settings(), tiny_stream().slice_(0)).windows
-    data = ClientData(torch.arange(n), windows, torch.arange(n + 1))
-    assert type(fitted_codec(settings(protofed__codec=kind), warmed_up()[0], table, data)) is expected
+    prompts = torch.randn(n, 2, 16, generator=Generator().manual_seed(0))
+    windows = base_windows(settings(), base_devices(settings(), tiny_stream().slice_(0), CPU))
+    assert type(fit_codec(settings(protofed__codec=kind), warmed_up()[0], prompts, windows)) is expected
 
 
 def test_the_linear_codec_explains_as_much_of_the_prompts_as_principal_components_can():
     made = prepared()
-    prompts = made.table.long[made.table.met].flatten(1).double().numpy()
+    prompts = made.devices.prompts.long[made.devices.met].flatten(1).double().numpy()
     centred = prompts - prompts.mean(0)
     best = np.linalg.svd(centred, compute_uv=False)[:16] ** 2
     codec = made.encoders.codec
@@ -147,8 +258,8 @@ def test_gate_and_kappa_are_fitted_to_the_drifts_of_base_users():
     means = sorted(sum(moves) / len(moves) for moves in steps.values())
     assert made.encoders.kappa == pytest.approx(math.log(10) / means[int(0.9 * len(means))], rel=1e-4)
     for user, count in periods.items():
-        assert made.table.periods[user] == count
-        assert float(made.table.total[user]) == pytest.approx(sum(steps.get(user, [])), rel=1e-3, abs=1e-6)
+        assert made.devices.drift.periods[user] == count
+        assert float(made.devices.drift.total[user]) == pytest.approx(sum(steps.get(user, [])), rel=1e-3, abs=1e-6)
 
 
 def test_the_literal_gate_is_not_fitted():
@@ -188,34 +299,40 @@ def test_more_prototypes_than_uploads_are_one_clear_line_in_the_reference_mode()
 def test_the_prior_is_the_mean_gain_of_the_base_blocks_validation_events_and_users_keep_their_own():
     made, config = prepared(), settings()
     base, backbone = tiny_stream().slice_(0), warmed_up()[0]
-    shared = broadcast(backbone, made.encoders.codec, made.library.v)
-    devices = everybody_uses(made.table, made.rows, backbone.items.device, 0.0)
-    losses, users = variant_losses(
-        shared, made.encoders.g, made.encoders.gate, local_rule(config), devices, base, LENGTH
-    )
+    model = made.model(backbone, local_rule(config), base.n_train_items)
+    losses, users = variant_losses(model, made.devices, validation_questions(base, LENGTH, CPU))
     gains = (losses - losses[:, :1]).double()
     assert made.prior.tolist() == pytest.approx([5 * float(gain) for gain in gains.mean(0)], rel=1e-4)
-    for user in range(len(made.table)):
+    for user in range(len(made.devices)):
         mine = gains[users == user].sum(0)
-        assert made.table.losses[user].tolist() == pytest.approx(mine.tolist(), rel=1e-4, abs=1e-5)
+        assert made.devices.losses[user].tolist() == pytest.approx(mine.tolist(), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("ablate", ["", "own-rows"])
+def test_base_users_use_what_their_own_evidence_and_the_prior_say(ablate):
+    changes = {"protofed__ablate": ablate} if ablate else {}
+    made, rule = prepared(**changes), local_rule(settings(**changes))
+    use_prompt, use_rows = choose_variants(made.devices.losses, made.prior, rule.allowed)
+    assert torch.equal(made.devices.use_prompt, use_prompt)
+    assert torch.equal(made.devices.use_rows, use_rows)
+    assert bool(use_rows.any()) != bool(ablate)
 
 
 def test_the_strength_of_what_was_just_met_has_the_best_validation_ndcg_of_all_that_are_tried():
     made, config = prepared(protofed__at_once=True), settings()
     base, backbone = tiny_stream().slice_(0), warmed_up()[0]
-    shared = broadcast(backbone, made.encoders.codec, made.library.v)
-    asked, rule = base.validation, local_rule(config)
+    model = made.model(backbone, local_rule(config), base.n_train_items)
+    asked = base.validation
     answers = asked.positives.tolist()
 
     def rank(row: Tensor, item: int) -> int:
         return sum(score >= row[item] for score in row.tolist())
 
     queries = base.queries(np.arange(len(asked)), LENGTH)
+    bare = replace(made.devices, rows=no_rows(16))
     tried = {}
     for strength in STRENGTHS:  # all questions at once, among all items, by the function that ranks
-        devices = everybody_uses(made.table, no_rows(16), backbone.items.device, strength)
-        bare = forced(devices, prompt=False, rows=True)
-        scores = online_inference(shared, made.encoders.g, made.encoders.gate, rule, bare, queries)
+        scores = online_inference(replace(model, just_met=strength), bare, queries, variant=(False, True))
         gains = [
             1 / math.log2(r + 1) if (r := rank(row, i)) <= 10 else 0.0 for row, i in zip(scores, answers, strict=True)
         ]
@@ -231,7 +348,7 @@ def test_the_strength_of_what_was_just_met_has_the_best_validation_ndcg_of_all_t
 def test_without_acceptance_there_is_no_verdict():
     made = prepared(protofed__ablate="acceptance")
     assert not made.prior.any()
-    assert not made.table.losses.any()
+    assert not made.devices.losses.any()
 
 
 def test_a_base_user_with_one_event_has_a_prompt_and_no_drift():
@@ -244,21 +361,21 @@ def test_a_base_user_with_one_event_has_a_prompt_and_no_drift():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparation, "CodecTraining", lambda: CodecTraining(steps=3))
         made = prepare(config, cut, warmed_up()[0], local_rule(config), silent)
-    assert bool(made.table.met[user])
-    assert made.table.periods[user] == 1
-    assert float(made.table.total[user]) == 0
-    assert made.table.long[user].isfinite().all()
-    assert made.rows.items[made.rows.clients == user].tolist() == [int(base.past.items[base.past.place[first]])]
+    assert bool(made.devices.met[user])
+    assert made.devices.drift.periods[user] == 1
+    assert float(made.devices.drift.total[user]) == 0
+    assert made.devices.prompts.long[user].isfinite().all()
+    rows = made.devices.rows
+    assert rows.items[rows.clients == user].tolist() == [int(base.past.items[base.past.place[first]])]
 
 
 def test_a_short_context_is_read_at_the_same_targets():
     base = tiny_stream().slice_(0)
-    whole, short = (
-        base_data(settings(protofed__base_windows=10_000, protofed__base_history=tokens), base) for tokens in (0, 3)
-    )
-    assert (whole.windows.tokens.shape[1], short.windows.tokens.shape[1]) == (LENGTH, 3)
-    assert torch.equal(whole.users, short.users)
-    for data in (whole, short):
-        targets = data.windows.targets[data.windows.targets >= 0]
+    configs = [settings(protofed__base_windows=10_000, protofed__base_history=tokens) for tokens in (0, 3)]
+    whole, short = (base_windows(config, base_devices(config, base, CPU)) for config in configs)
+    assert (whole.tokens.shape[1], short.tokens.shape[1]) == (LENGTH, 3)
+    assert torch.equal(whole.users.unique(), short.users.unique())
+    for windows in (whole, short):
+        targets = windows.targets[windows.targets >= 0]
         items = base.past.items[base.past.place[base.train_positions]]
         assert torch.equal(targets.sort().values, torch.from_numpy(items).sort().values)

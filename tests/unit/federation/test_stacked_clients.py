@@ -16,7 +16,7 @@ from worlds import random_model
 
 from protofed.backbone.losses import LOSSES, window_losses
 from protofed.backbone.sasrec import SASRec, at_rest
-from protofed.federation.lessons import ClientData, chunks, client_data
+from protofed.client.lessons import ClientData, chunks, client_data
 from protofed.federation.stacked import (
     PROMPT,
     Deltas,
@@ -29,8 +29,8 @@ from protofed.federation.stacked import (
     drawn,
     flat,
     layout_of,
-    lesson_of,
     named,
+    pair_items,
     pulled,
     squared_norms,
     stacked_last_hidden,
@@ -90,7 +90,7 @@ def learned_together(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Every client's weights and whole item table after its local steps, computed as one stack."""
     layout = layout_for(model, scope)
-    lesson = lesson_of(windows, drawn(windows, rule.steps, 4, N_ITEMS, seed=1, key=7), n)
+    lesson = pair_items(windows, drawn(windows, rule.steps, 4, N_ITEMS, seed=1, key=7), n)
     trains = model.has_row[lesson.items][:, None] & rows
     fixed = model.embed(lesson.items)
 
@@ -212,7 +212,7 @@ def test_named_is_the_inverse_of_flat():
 def test_every_item_of_a_lesson_is_the_pair_of_its_client_and_of_itself():
     windows = stack_of(5)
     negatives = drawn(windows, 2, 4, N_ITEMS, seed=1, key=0)
-    lesson = lesson_of(windows, negatives, 5)
+    lesson = pair_items(windows, negatives, 5)
     seen = set()
     columns = ((windows.tokens, lesson.windows.tokens), (windows.targets, lesson.windows.targets))
     for before, after in [*columns, (negatives[0], lesson.negatives[0]), (negatives[1], lesson.negatives[1])]:
@@ -376,7 +376,7 @@ def test_rows_are_summed_at_their_items_places():
 
 def test_what_did_not_train_is_no_movement():
     windows = stack_of(3)
-    lesson = lesson_of(windows, drawn(windows, 1, 4, N_ITEMS, seed=1, key=0), 3)
+    lesson = pair_items(windows, drawn(windows, 1, 4, N_ITEMS, seed=1, key=0), 3)
     start = Stack(torch.zeros(3, 2), torch.ones(len(lesson.items), WIDTH))
     deltas = deltas_of(start, replace(start, dense=start.dense + 1), lesson, N_ITEMS)
     assert deltas.stack.dense.eq(1).all()
