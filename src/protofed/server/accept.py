@@ -65,11 +65,11 @@ def fault(upload: Upload, rule: RoundRule, round_: int, version: int) -> str | N
         return "made for other prototypes"
     wide = rule.form in ("noised rows", "integers")
     k, width = rule.upload.n_prototypes, rule.upload.width
-    shape = (len(upload.tokens), *((k, width + 1) if wide else (rule.points, width)))
+    shape = (len(upload), *((k, width + 1) if wide else (rule.points, width)))
     kind = torch.int64 if rule.form == "integers" else torch.int8
     if upload.codes.dtype != kind or tuple(upload.codes.shape) != shape:
         return f"codes are not {kind} of shape {'x'.join(map(str, shape[1:]))}"
-    if upload.tokens.dtype != torch.int64 or upload.block.dtype != torch.int64 or upload.block.shape != shape[:1]:
+    if any(column.dtype != torch.int64 or column.shape != shape[:1] for column in (upload.tokens, upload.block)):
         return "tokens and index are not whole numbers, one of each for a device"
     if bool(((upload.block < NOTHING) | (upload.block >= k)).any()):
         return f"an index outside 0..{k - 1}"
