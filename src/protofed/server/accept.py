@@ -49,8 +49,7 @@ def accept(uploads: Iterable[Upload], rule: RoundRule, *, round_: int, version: 
         at = fresh.to(upload.codes.device).nonzero()[:, 0]
         codes, block = upload.codes[at], upload.block[at]
         if rule.form in ("noised rows", "integers"):
-            part = _rows_total(codes, rule)
-            total = part if total is None else total + part
+            total = _add_rows(total, codes, rule)
         else:
             kept.append((tokens[fresh].to(block.device), block, _points(codes, rule)))
     points, block = _by_token(kept, rule)
@@ -96,11 +95,13 @@ def _points(codes: Tensor, rule: RoundRule) -> Float[Tensor, "U P d_z"]:
     return torch.stack(parts, dim=1)
 
 
-def _rows_total(codes: Tensor, rule: RoundRule) -> Tensor:
-    """The sum of some devices' rows: noised numbers, or integers modulo 2^32."""
+def _add_rows(total: Tensor | None, codes: Tensor, rule: RoundRule) -> Tensor:
+    """The total with some devices' rows added: noised numbers, or integers modulo 2^32."""
     if rule.form == "integers":
-        return codes.sum(0).bitwise_and(2**FIELD_BITS - 1)
-    return local_sums(codes, rule.upload, rule.upload.noise_std(rule.noise_multiplier, "local"))
+        more = codes.sum(0) if total is None else total + codes.sum(0)
+        return more.bitwise_and(2**FIELD_BITS - 1)
+    more = local_sums(codes, rule.upload, rule.upload.noise_std(rule.noise_multiplier, "local"))
+    return more if total is None else total + more
 
 
 def _by_token(kept: list[tuple[Tensor, Tensor, Tensor]], rule: RoundRule) -> tuple[Tensor, Tensor]:
