@@ -21,8 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from protofed.backbone.losses import LOSSES, window_losses
+from protofed.client.model import LocalRule, Model
 from protofed.client.prompts import PromptState
-from protofed.client.update import Broadcast, LocalRule, alignment, client_losses, client_update, composed
+from protofed.client.update import alignment, client_losses, client_update, compose_prompt, route_queries
 from protofed.slices.windows import take
 
 STACKS = (1, 8, 64, 512, 2048)
@@ -31,12 +32,12 @@ CHECKED, STEPS, TOLERANCE = 8, 3, 1e-4  # clients, their steps, and how far apar
 Leaves = tuple[Tensor, Tensor, Tensor]  # long prompt, short prompt, own rows
 
 
-def alone(u: int, clients: Clients, shared: Broadcast, rule: LocalRule) -> tuple[Callable[[], None], Leaves]:
+def alone(u: int, clients: Clients, model: Model, rule: LocalRule) -> tuple[Callable[[], None], Leaves]:
     """A local step of client u without a simulator, and the tensors that it changes in place."""
     state, lesson, negatives = clients
     mine, own = lesson.windows.users == u, state.rows.clients == u
     windows, negatives, items = take(lesson.windows, mine.nonzero()[:, 0]), negatives[mine], state.rows.items[own]
-    h, gate, pull = lesson.h[[u]], lesson.gate[[u]], lesson.lambda_s[[u]]
+    routing, gate, pull = route_queries(model, lesson.h[[u]], rule), lesson.gate[[u]], lesson.lambda_s[[u]]
     start = (state.prompts.long[[u]], state.prompts.short[[u]], state.rows.rows[own])
     long, short, rows = (part.clone().requires_grad_(True) for part in start)
     groups = [{"params": [long], "lr": rule.eta_l}, {"params": [rows], "lr": rule.eta_r}]
@@ -44,13 +45,13 @@ def alone(u: int, clients: Clients, shared: Broadcast, rule: LocalRule) -> tuple
 
     def embed(wanted: Tensor) -> Tensor:
         place = torch.searchsorted(items, wanted).clamp(max=len(items) - 1)
-        return torch.where((items[place] == wanted)[..., None], rows[place], shared.backbone.embed(wanted))
+        return torch.where((items[place] == wanted)[..., None], rows[place], model.backbone.embed(wanted))
 
     def step() -> None:
-        prompt = composed(shared, PromptState(long, short), h, gate, rule).expand(len(windows), -1, -1)
+        prompt = compose_prompt(model, PromptState(long, short), routing, gate, rule).expand(len(windows), -1, -1)
         with torch.autocast(prompt.device.type, dtype=torch.bfloat16, enabled=rule.bf16):
-            sums, counts = window_losses(shared.backbone, windows, negatives, LOSSES[rule.loss], prompt, embed)
-        loss = sums.float().sum() / counts.sum() + (pull * alignment(shared, long, rule, None)).sum()
+            sums, counts = window_losses(model.backbone, windows, negatives, LOSSES[rule.loss], prompt, embed)
+        loss = sums.float().sum() / counts.sum() + (pull * alignment(model, long, rule, None)).sum()
         long.grad, rows.grad, grad = torch.autograd.grad(loss, (long, rows, short))
         optimiser.step()
         with torch.no_grad():
@@ -61,12 +62,12 @@ def alone(u: int, clients: Clients, shared: Broadcast, rule: LocalRule) -> tuple
     return step, (long, short, rows)
 
 
-def largest_difference(shared: Broadcast, rule: LocalRule) -> float:
+def largest_difference(model: Model, rule: LocalRule) -> float:
     """Between stack and loop after a few steps, over prompts and rows; relative where all numbers are below 1."""
-    state, lesson, negatives = clients = made_up(CHECKED, shared)
-    peers = [alone(u, clients, shared, rule) for u in range(CHECKED)]
+    state, lesson, negatives = clients = made_up(CHECKED, model)
+    peers = [alone(u, clients, model, rule) for u in range(CHECKED)]
     for _ in range(STEPS):
-        state, _ = client_update(shared, state, lesson, negatives, rule)
+        state, _ = client_update(model, state, lesson, negatives, rule)
         for step, _ in peers:
             step()
     ours = (state.prompts.long, state.prompts.short, state.rows.rows)
@@ -124,8 +125,8 @@ def main() -> None:
     if asked.bf16 and asked.device == "cpu":
         parser.error("--bf16 needs --device cuda; the simulator ignores it on a CPU")
     torch.set_num_threads(asked.threads)
-    shared, rule = small_world(asked.device), LocalRule()
-    apart = largest_difference(shared, rule)
+    model, rule = small_world(asked.device), LocalRule()
+    apart = largest_difference(model, rule)
     print(f"stack and loop differ by {apart:.1e} after {STEPS} steps; {TOLERANCE:g} is allowed")
     if not apart <= TOLERANCE:
         sys.exit(1)
@@ -133,16 +134,16 @@ def main() -> None:
     print(f"{asked.device}, {asked.threads} threads, bf16 {asked.bf16}: a plain matmul does {peak / 1e9:.1f} GFLOP/s")
     print(f"{'U':>6} {'stack/s':>10} {'loop/s':>8} {'ratio':>6} {'ms/step':>9} {'MFLOP/update':>13} {'of peak':>8}")
     for n in STACKS:
-        clients = made_up(n, shared)
-        peers = [alone(u, clients, shared, rule)[0] for u in range(min(n, LOOPED))]
-        took = seconds(lambda clients=clients: client_update(shared, *clients, rule), asked.repeat)
+        clients = made_up(n, model)
+        peers = [alone(u, clients, model, rule)[0] for u in range(min(n, LOOPED))]
+        took = seconds(lambda clients=clients: client_update(model, *clients, rule), asked.repeat)
         looped = seconds(lambda peers=peers: [step() for step in peers], asked.repeat) / len(peers)
-        need = flops(lambda clients=clients: client_update(shared, *clients, rule))
+        need = flops(lambda clients=clients: client_update(model, *clients, rule))
         rates = f"{n / took:10.1f} {1 / looped:8.1f} {looped * n / took:6.1f} {1e3 * took:9.1f}"
         print(f"{n:6} {rates} {need / n / 1e6:13.2f} {need / took / peak:8.1%}")
-    forward = flops(lambda: client_losses(shared, *clients, rule))
+    forward = flops(lambda: client_losses(model, *clients, rule))
     print(f"of the {need / 1e9:.2f} GFLOP of a step of {n} clients {forward / 1e9:.2f} are forward; where time goes:")
-    print(*busiest(lambda: client_update(shared, *clients, rule), asked.device), sep="\n")
+    print(*busiest(lambda: client_update(model, *clients, rule), asked.device), sep="\n")
 
 
 if __name__ == "__main__":

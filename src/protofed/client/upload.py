@@ -27,16 +27,19 @@ FORMAT = "protofed-upload-1"
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """What U devices send in a round: 8-bit embeddings of P points, or all K rows where devices add the noise."""
+    """What U devices send in a round: 8-bit embeddings of P points, or all K rows where devices add the noise.
+
+    The types are those of `make_upload`; whatever else arrives is refused by the server's `accept`.
+    """
 
     round_: int
     version: int  # of the prototypes the devices assigned themselves to
-    tokens: Int[Tensor, " U"]  # tell a second copy of an upload, and nothing else
-    block: Int[Tensor, " U"]  # the prototype, NOTHING where there is nothing to say or the index would tell too much
-    codes: Int[Tensor, "U P row"]  # int8; int64 for integers modulo 2^32
+    tokens: Tensor  # (U,) int64: tell a second copy of an upload, and nothing else
+    block: Tensor  # (U,) int64: the prototype, NOTHING where there is nothing to say or the index would tell too much
+    codes: Tensor  # (U, P, row) int8; int64 for integers modulo 2^32
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self.tokens.numel()
 
 
 def make_upload(model: Model, state: DeviceState, rule: RoundRule, draws: Draws, round_: int) -> Upload:

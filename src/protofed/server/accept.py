@@ -49,8 +49,7 @@ def accept(uploads: Iterable[Upload], rule: RoundRule, *, round_: int, version: 
         at = fresh.to(upload.codes.device).nonzero()[:, 0]
         codes, block = upload.codes[at], upload.block[at]
         if rule.form in ("noised rows", "integers"):
-            part = _rows_total(codes, rule)
-            total = part if total is None else total + part
+            total = _add_rows(total, codes, rule)
         else:
             kept.append((tokens[fresh].to(block.device), block, _points(codes, rule)))
     points, block = _by_token(kept, rule)
@@ -65,11 +64,11 @@ def fault(upload: Upload, rule: RoundRule, round_: int, version: int) -> str | N
         return "made for other prototypes"
     wide = rule.form in ("noised rows", "integers")
     k, width = rule.upload.n_prototypes, rule.upload.width
-    shape = (len(upload.tokens), *((k, width + 1) if wide else (rule.points, width)))
+    shape = (len(upload), *((k, width + 1) if wide else (rule.points, width)))
     kind = torch.int64 if rule.form == "integers" else torch.int8
     if upload.codes.dtype != kind or tuple(upload.codes.shape) != shape:
         return f"codes are not {kind} of shape {'x'.join(map(str, shape[1:]))}"
-    if upload.tokens.dtype != torch.int64 or upload.block.dtype != torch.int64 or upload.block.shape != shape[:1]:
+    if any(column.dtype != torch.int64 or column.shape != shape[:1] for column in (upload.tokens, upload.block)):
         return "tokens and index are not whole numbers, one of each for a device"
     if bool(((upload.block < NOTHING) | (upload.block >= k)).any()):
         return f"an index outside 0..{k - 1}"
@@ -96,11 +95,13 @@ def _points(codes: Tensor, rule: RoundRule) -> Float[Tensor, "U P d_z"]:
     return torch.stack(parts, dim=1)
 
 
-def _rows_total(codes: Tensor, rule: RoundRule) -> Tensor:
-    """The sum of some devices' rows: noised numbers, or integers modulo 2^32."""
+def _add_rows(total: Tensor | None, codes: Tensor, rule: RoundRule) -> Tensor:
+    """The total with some devices' rows added: noised numbers, or integers modulo 2^32."""
     if rule.form == "integers":
-        return codes.sum(0).bitwise_and(2**FIELD_BITS - 1)
-    return local_sums(codes, rule.upload, rule.upload.noise_std(rule.noise_multiplier, "local"))
+        more = codes.sum(0) if total is None else total + codes.sum(0)
+        return more.bitwise_and(2**FIELD_BITS - 1)
+    more = local_sums(codes, rule.upload, rule.upload.noise_std(rule.noise_multiplier, "local"))
+    return more if total is None else total + more
 
 
 def _by_token(kept: list[tuple[Tensor, Tensor, Tensor]], rule: RoundRule) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Generator, Tensor
 from protofed.client.codec import unit
 from protofed.client.upload import nearest
 from protofed.privacy.mechanism import Noise
-from protofed.privacy.upload import NOTHING, SECURE_SCALE, RoundRule, UploadRule, secure_sums
+from protofed.privacy.upload import NOTHING, SECURE_SCALE, RoundRule, UploadRule, secure_std, secure_sums
 from protofed.server.accept import Accepted
 from protofed.server.barycenter import representative, wasserstein_barycenter
 from protofed.server.fedkmeans import exact_sums, fedkmeans, fedkmeans_as_printed, noised_sums
@@ -60,6 +60,7 @@ def release_sums(accepted: Accepted, rule: RoundRule, noise: Noise) -> Float[Ten
     if rule.form == "integers":
         if accepted.n < rule.least or accepted.total is None:
             return None
+        secure_std(rule.upload, rule.noise_multiplier, SECURE_SCALE, least=rule.least, clients=accepted.n)
         return secure_sums(accepted.total, SECURE_SCALE)
     if accepted.total is None:  # nobody's noise is in it
         return None

@@ -12,20 +12,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worlds import random_model
 
 from protofed.backbone.sasrec import at_rest
-from protofed.client.codec import random_linear_codec, unit
-from protofed.client.own_rows import no_rows, subset, with_met_items
+from protofed.client.codec import QueryEncoder, random_linear_codec, unit
+from protofed.client.drift import literal_gate
+from protofed.client.lessons import Lesson
+from protofed.client.model import VARIANTS, Encoders, LocalRule, Model
+from protofed.client.own_rows import OwnRows, no_rows, subset, with_met_items
 from protofed.client.prompts import PromptState
+from protofed.client.state import DeviceState, Moments, columns, new_devices, select, with_fresh_moments
 from protofed.client.steps import AdamWState
-from protofed.client.update import (
-    Brief,
-    Broadcast,
-    ClientState,
-    Lesson,
-    LocalRule,
-    client_losses,
-    client_update,
-    fresh_state,
-)
+from protofed.client.update import client_losses, client_update, decay_rates, learn_from_feedback
 from protofed.slices.histories import Histories, histories
 from protofed.slices.windows import NO_TARGET, Windows, take, training_windows, trimmed
 
@@ -40,9 +35,11 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 @cache
-def a_broadcast() -> Broadcast:
+def a_model() -> Model:
     codec, v = random_linear_codec(L_P, WIDTH, Generator().manual_seed(1), d_z=D_Z), unit(drawn(K, D_Z, seed=2))
-    return Broadcast(at_rest(random_model(N_ROWS, seed=4)), codec, v, codec.decode(v))
+    encoders = Encoders(codec, QueryEncoder(WIDTH, Generator().manual_seed(3), d_z=D_Z), literal_gate(), 1.0)
+    backbone, prior = at_rest(random_model(N_ROWS, seed=4)), torch.zeros(len(VARIANTS))
+    return Model(backbone, encoders, v, codec.decode(v), LocalRule(), N_ITEMS, prior)
 
 
 def a_log(n_users: int) -> Histories:
@@ -66,11 +63,20 @@ def a_lesson(n: int) -> tuple[Lesson, Tensor]:
     return lesson, negatives
 
 
+def begun(prompts: PromptState, rows: OwnRows) -> DeviceState:
+    """Devices at the start of a slice in which all of them take part; their keys are far apart."""
+    n = len(prompts.long)
+    state = new_devices(1000 * torch.arange(n) + 17, L_P, WIDTH, D_Z)
+    everybody = torch.ones(n, dtype=torch.bool)
+    state = replace(state, met=everybody, active=everybody, contributes=everybody)
+    return with_fresh_moments(replace(state, prompts=prompts, rows=rows))
+
+
 @cache
-def a_start(n: int) -> ClientState:
-    rows = with_met_items(no_rows(WIDTH), a_broadcast().backbone, a_log(n), len(a_log(n)), torch.arange(n))
+def a_start(n: int) -> DeviceState:
+    rows = with_met_items(no_rows(WIDTH), a_model().backbone, a_log(n), len(a_log(n)), torch.arange(n))
     rows = replace(rows, rows=rows.rows + 0.1 * drawn(*rows.rows.shape, seed=11))
-    return fresh_state(PromptState(drawn(n, L_P, WIDTH, seed=12), 0.5 * drawn(n, L_P, WIDTH, seed=13)), rows)
+    return begun(PromptState(drawn(n, L_P, WIDTH, seed=12), 0.5 * drawn(n, L_P, WIDTH, seed=13)), rows)
 
 
 def windows_of(windows: Windows, u: int) -> tuple[Windows, Tensor]:
@@ -78,16 +84,17 @@ def windows_of(windows: Windows, u: int) -> tuple[Windows, Tensor]:
     return trimmed(replace(take(windows, mine), users=torch.zeros(len(mine), dtype=torch.int64))), mine
 
 
-def one_client(state: ClientState, u: int) -> ClientState:
+def one_client(state: DeviceState, u: int) -> DeviceState:
     """Client u of a stack as a stack of its own."""
-    rows, place = subset(state.rows, torch.tensor([u]))
+    _, place = subset(state.rows, torch.tensor([u]))
 
     def moments(kept: AdamWState, at: Tensor) -> AdamWState:
         return AdamWState(kept.first[at], kept.second[at], kept.steps[at])
 
     me = torch.tensor([u])
-    prompts = PromptState(state.prompts.long[me], state.prompts.short[me])
-    return ClientState(prompts, moments(state.moments, me), rows, moments(state.row_moments, place))
+    return replace(
+        select(state, me), moments=Moments(moments(state.moments.long, me), moments(state.moments.rows, place))
+    )
 
 
 @cache
@@ -98,22 +105,30 @@ def one_lesson(n: int, u: int) -> tuple[Lesson, Tensor]:
     return Lesson(windows, lesson.h[me], lesson.gate[me], lesson.lambda_s[me], lesson.points[me]), negatives[mine]
 
 
-def columns(state: ClientState) -> dict[str, Tensor]:
+def learned(state: DeviceState) -> dict[str, Tensor]:
+    """Everything that a local step may change."""
     parts = {"long": state.prompts.long, "short": state.prompts.short, "rows": state.rows.rows}
-    for name, kept in (("moments", state.moments), ("row moments", state.row_moments)):
+    for name, kept in (("moments", state.moments.long), ("row moments", state.moments.rows)):
         parts |= {f"{name} {field}": getattr(kept, field) for field in ("first", "second", "steps")}
     return parts
 
 
-def check_close(one: ClientState, other: ClientState, *, atol: float = 2e-5, rtol: float = 1e-4) -> None:
-    for name, column in columns(one).items():
-        torch.testing.assert_close(column, columns(other)[name], atol=atol, rtol=rtol, equal_nan=True, msg=name)
+def everything(state: DeviceState) -> dict[str, Tensor]:
+    """What a local step may change, and all that it must not."""
+    rows, memory = state.rows, state.memory
+    fixed = (*columns(state), rows.clients, rows.items, memory.offsets, memory.items, memory.times)
+    return learned(state) | {f"column {n}": column for n, column in enumerate(fixed)}
 
 
-def taught(state: ClientState, rule: LocalRule, n: int = 6, steps: int = 3) -> ClientState:
+def check_close(one: DeviceState, other: DeviceState, *, atol: float = 2e-5, rtol: float = 1e-4) -> None:
+    for name, column in everything(one).items():
+        torch.testing.assert_close(column, everything(other)[name], atol=atol, rtol=rtol, equal_nan=True, msg=name)
+
+
+def taught(state: DeviceState, rule: LocalRule, n: int = 6, steps: int = 3) -> DeviceState:
     lesson, negatives = a_lesson(n)
     for _ in range(steps):
-        state, _ = client_update(a_broadcast(), state, lesson, negatives, rule)
+        state, _ = client_update(a_model(), state, lesson, negatives, rule)
     return state
 
 
@@ -141,15 +156,15 @@ def test_a_stack_learns_as_each_client_would_alone(name):
     for u in range(6):
         alone, (lesson, negatives) = one_client(a_start(6), u), one_lesson(6, u)
         for _ in range(2):
-            alone, _ = client_update(a_broadcast(), alone, lesson, negatives, RULES[name])
+            alone, _ = client_update(a_model(), alone, lesson, negatives, RULES[name])
         check_close(one_client(together, u), alone)
 
 
 def test_the_report_of_a_stack_is_that_of_each_client_alone():
     lesson, negatives = a_lesson(6)
-    _, report = client_update(a_broadcast(), a_start(6), lesson, negatives, LocalRule())
+    _, report = client_update(a_model(), a_start(6), lesson, negatives, LocalRule())
     for u in range(6):
-        _, alone = client_update(a_broadcast(), one_client(a_start(6), u), *one_lesson(6, u), LocalRule())
+        _, alone = client_update(a_model(), one_client(a_start(6), u), *one_lesson(6, u), LocalRule())
         torch.testing.assert_close(report.loss[u : u + 1], alone.loss)
         assert report.sparsity[u] == alone.sparsity[0]
     assert report.moved.all()
@@ -170,7 +185,7 @@ def slow_losses(positive: Tensor, against: list[Tensor], kind: str) -> Tensor:
 
 def slow_rec_loss(prompt: Tensor, rows: dict[int, Tensor], lesson: Lesson, negatives: Tensor, kind: str) -> Tensor:
     """Lines 5 and 6 for one client: window by window and target by target."""
-    backbone = a_broadcast().backbone
+    backbone = a_model().backbone
 
     def row(item: int) -> Tensor:
         return rows[item] if item in rows else backbone.embed(torch.tensor(item))
@@ -192,24 +207,24 @@ def slow_rec_loss(prompt: Tensor, rows: dict[int, Tensor], lesson: Lesson, negat
 
 def slow_prompt(h: Tensor, long: Tensor, short: Tensor, gate: float, rule: LocalRule) -> Tensor:
     """Lines 2 to 4 for one client."""
-    shared = a_broadcast()
-    s = [float(h @ v) / rule.temperature for v in shared.v]
+    model = a_model()
+    s = [float(h @ v) / rule.temperature for v in model.v]
     top = sorted(range(K), key=lambda k: -s[k])[: rule.top_m]
     total = sum(math.exp(s[k]) for k in top)
-    prompt = long + gate * short + sum(math.exp(s[k]) / total * shared.prompts[k] for k in top)
+    prompt = long + gate * short + sum(math.exp(s[k]) / total * model.prompts[k] for k in top)
     if rule.as_printed:
         return prompt
-    length = shared.backbone.items.norm(dim=-1).mean() * math.sqrt(WIDTH)
+    length = model.backbone.items.norm(dim=-1).mean() * math.sqrt(WIDTH)
     return torch.stack([token / token.norm() * length for token in prompt])
 
 
 def slow_alignment(long: Tensor, rule: LocalRule) -> Tensor:
     """Lines 9 to 11 for one client, squared Euclidean."""
-    shared = a_broadcast()
-    z = shared.codec.encode(long[None])[0]
-    pulls = [(z - v).square().sum() / 2 for v in shared.v]
+    model = a_model()
+    z = model.encoders.codec.encode(long[None])[0]
+    pulls = [(z - v).square().sum() / 2 for v in model.v]
     star = min(range(K), key=lambda k: float(pulls[k].detach()))
-    logits = [z @ v / rule.tau_a for v in shared.v]
+    logits = [z @ v / rule.tau_a for v in model.v]
     return pulls[star] + rule.gamma * -(logits[star].exp() / sum(x.exp() for x in logits)).log()
 
 
@@ -217,7 +232,7 @@ def shortened(grad: Tensor, longest: float) -> Tensor:
     return grad * min(1.0, longest / max(float(grad.norm()), 1e-12))
 
 
-def algorithm_1(state: ClientState, lesson: Lesson, negatives: Tensor, rule: LocalRule) -> tuple[Tensor, ...]:
+def algorithm_1(state: DeviceState, lesson: Lesson, negatives: Tensor, rule: LocalRule) -> tuple[Tensor, ...]:
     """One client's loss, and its long prompt, short prompt and rows after one plain step, line by line."""
     long, short = (x[0].clone().requires_grad_(True) for x in (state.prompts.long, state.prompts.short))
     rows = state.rows.rows.clone().requires_grad_(True)
@@ -240,7 +255,7 @@ def algorithm_1(state: ClientState, lesson: Lesson, negatives: Tensor, rule: Loc
 def test_the_printed_step_is_algorithm_1_line_by_line(loss, lambda_p):
     rule = LocalRule(loss=loss, as_printed=True, eta_l=0.05, eta_s=0.2, lambda_p=lambda_p, eta_r=0.0)
     lesson, negatives = a_lesson(6)
-    after, report = client_update(a_broadcast(), a_start(6), lesson, negatives, rule)
+    after, report = client_update(a_model(), a_start(6), lesson, negatives, rule)
     for u in range(6):
         rec, long, short, *_ = algorithm_1(one_client(a_start(6), u), *one_lesson(6, u), rule)
         torch.testing.assert_close(report.loss[u], rec, atol=1e-5, rtol=1e-5)
@@ -254,7 +269,7 @@ def test_the_printed_step_is_algorithm_1_line_by_line(loss, lambda_p):
 def test_the_reference_step_is_algorithm_1_with_adamw_and_a_relative_threshold():
     rule = LocalRule(eta_l=0.05, eta_s=0.2, eta_r=0.02)
     lesson, negatives = a_lesson(6)
-    after, _ = client_update(a_broadcast(), a_start(6), lesson, negatives, rule)
+    after, _ = client_update(a_model(), a_start(6), lesson, negatives, rule)
     for u in range(6):
         before = one_client(a_start(6), u)
         _, _, short, by_long, by_rows = algorithm_1(before, *one_lesson(6, u), rule)
@@ -306,7 +321,7 @@ def test_the_proximal_form_solves_its_optimality_condition():
 def test_local_steps_lower_every_clients_loss():
     lesson, negatives = a_lesson(6)
     before, after = (
-        client_losses(a_broadcast(), state, lesson, negatives, LocalRule())
+        client_losses(a_model(), state, lesson, negatives, LocalRule())
         for state in (a_start(6), taught(a_start(6), LocalRule(), steps=20))
     )
     assert (after < before).all()
@@ -319,27 +334,27 @@ def test_what_is_switched_off_stays_as_it_was_and_the_rest_moves():
         (LocalRule(use_short=False), "short"),
         (LocalRule(eta_r=0.0), "rows"),
     ):
-        after = columns(taught(start, rule, steps=1))
+        after = learned(taught(start, rule, steps=1))
         for name in ("long", "short", "rows"):
-            assert torch.equal(after[name], columns(start)[name]) == (name == kept)
+            assert torch.equal(after[name], learned(start)[name]) == (name == kept)
 
 
-def test_neither_the_state_nor_the_broadcast_that_came_in_is_written_to():
-    shared, state = a_broadcast(), a_start(6)
-    frozen = [p.clone() for p in (*shared.backbone.state_dict().values(), shared.v, shared.prompts)]
-    before = {name: column.clone() for name, column in columns(state).items()}
+def test_neither_the_state_nor_the_model_that_came_in_is_written_to():
+    model, state = a_model(), a_start(6)
+    frozen = [p.clone() for p in (*model.backbone.state_dict().values(), model.v, model.prompts)]
+    before = {name: column.clone() for name, column in everything(state).items()}
     taught(state, LocalRule())
-    assert all(torch.equal(before[name], column) for name, column in columns(state).items())
-    now = (*shared.backbone.state_dict().values(), shared.v, shared.prompts)
+    assert all(torch.equal(before[name], column) for name, column in everything(state).items())
+    now = (*model.backbone.state_dict().values(), model.v, model.prompts)
     assert all(torch.equal(p, q) for p, q in zip(frozen, now, strict=True))
-    assert not any(p.grad is not None for p in shared.backbone.parameters())
+    assert not any(p.grad is not None for p in model.backbone.parameters())
 
 
 def test_a_client_without_rows_of_its_own_learns_with_public_ones():
     start = a_start(6)
-    bare = fresh_state(start.prompts, no_rows(WIDTH))
+    bare = begun(start.prompts, no_rows(WIDTH))
     lesson, negatives = a_lesson(6)
-    after, report = client_update(a_broadcast(), bare, lesson, negatives, LocalRule())
+    after, report = client_update(a_model(), bare, lesson, negatives, LocalRule())
     assert len(after.rows) == 0
     for u in range(6):
         mine, (one, drawn_negatives) = one_client(bare, u), one_lesson(6, u)
@@ -352,7 +367,7 @@ OTHERS = [0, 1, 3, 4, 5]
 POISONS = ["long", "short", "all rows", "infinite rows", "overflowing rows", "query", "gate"]
 
 
-def poisoned(kind: str) -> tuple[ClientState, Lesson]:
+def poisoned(kind: str) -> tuple[DeviceState, Lesson]:
     """The start and lesson of six clients, one of whom has something in it that is not a number."""
     state, lesson = a_start(6), a_lesson(6)[0]
     if kind in ("long", "short"):
@@ -372,8 +387,8 @@ def poisoned(kind: str) -> tuple[ClientState, Lesson]:
 def check_one_is_stuck(kind: str, rule: LocalRule) -> None:
     """The poisoned client is bit for bit as it was, moments included, and the others are as in a clean run."""
     (state, lesson), (fine, negatives) = poisoned(kind), a_lesson(6)
-    clean, clean_report = client_update(a_broadcast(), a_start(6), fine, negatives, rule)
-    after, report = client_update(a_broadcast(), state, lesson, negatives, rule)
+    clean, clean_report = client_update(a_model(), a_start(6), fine, negatives, rule)
+    after, report = client_update(a_model(), state, lesson, negatives, rule)
     assert report.moved.tolist() == [u != POISONED for u in range(6)]
     assert clean_report.moved.all()
     for u in OTHERS:
@@ -406,7 +421,7 @@ def test_one_broken_row_stops_all_of_its_clients_memory():
     rows = state.rows.rows.clone()
     rows[mine[-1]] = NAN
     state = replace(state, rows=replace(state.rows, rows=rows))
-    after, report = client_update(a_broadcast(), state, lesson, negatives, LocalRule())
+    after, report = client_update(a_model(), state, lesson, negatives, LocalRule())
     assert report.moved.tolist() == [n != u for n in range(6)]
     check_close(one_client(after, u), one_client(state, u), atol=0, rtol=0)
 
@@ -419,10 +434,56 @@ def test_a_client_recovers_when_its_poison_is_gone():
     state, lesson = poisoned("query")
     negatives = a_lesson(6)[1]
     rule = replace(LocalRule(), eta_r=0.0)
-    stuck, _ = client_update(a_broadcast(), state, lesson, negatives, rule)
+    stuck, _ = client_update(a_model(), state, lesson, negatives, rule)
     later = one_client(taught(stuck, rule, steps=1), POISONED)
     fresh = one_client(taught(a_start(6), rule, steps=1), POISONED)
     check_close(later, fresh, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["reference", "printed", "proximal", "no long", "no short"])
+def test_a_client_that_takes_no_part_stays_bit_for_bit_and_changes_nobody_else(name):
+    (lesson, negatives), rule = a_lesson(6), RULES[name]
+    state = replace(a_start(6), active=torch.tensor([True, False, True, True, False, True]))
+    after, report = client_update(a_model(), state, lesson, negatives, rule)
+    clean, _ = client_update(a_model(), a_start(6), lesson, negatives, rule)
+    assert report.moved.tolist() == state.active.tolist()
+    for u in range(6):
+        expected = one_client(clean if state.active[u] else state, u)
+        for column, value in learned(one_client(after, u)).items():
+            assert torch.equal(value, learned(expected)[column]), column
+
+
+def test_a_local_step_changes_prompts_rows_and_moments_and_nothing_else():
+    before = everything(a_start(6))
+    after = everything(taught(a_start(6), LocalRule(), steps=1))
+    prompts = ("column 1", "column 2")  # long and short once more
+    for name, column in after.items():
+        changed = name in learned(a_start(6)) or name in prompts
+        assert torch.equal(column, before[name]) != changed, name
+
+
+def test_feedback_moves_the_short_prompt_as_a_local_step_does_and_nothing_else():
+    (lesson, negatives), rule = a_lesson(6), LocalRule()
+    state = replace(a_start(6), active=torch.zeros(6, dtype=torch.bool))  # outside of a slice
+    after, moved = learn_from_feedback(a_model(), state, lesson, negatives, rule)
+    assert moved.all()
+    for u in range(6):
+        _, _, short, *_ = algorithm_1(one_client(state, u), *one_lesson(6, u), rule)
+        torch.testing.assert_close(after.prompts.short[u], short, atol=2e-6, rtol=1e-5)
+    kept = replace(after, prompts=replace(after.prompts, short=state.prompts.short))
+    check_close(kept, state, atol=0, rtol=0)
+
+
+def test_rates_fall_along_a_cosine_to_near_zero_but_not_those_of_the_short_prompt_nor_printed_ones():
+    rule = LocalRule(eta_l=0.4, eta_r=0.2, eta_s=0.1, steps=20)
+    for step in range(20):
+        share = (1 + math.cos(math.pi * step / 20)) / 2
+        expected = replace(rule, eta_l=0.4 * share, eta_r=0.2 * share)
+        assert decay_rates(rule, step) == expected
+    assert decay_rates(rule, 0) == rule
+    assert decay_rates(rule, 19).eta_l < 0.01 * rule.eta_l
+    printed = replace(rule, as_printed=True)
+    assert decay_rates(printed, 19) == printed
 
 
 class Counting(TorchDispatchMode):
@@ -435,20 +496,20 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def a_brief(n: int) -> Brief:
-    """The same clients' events beside at most two tokens."""
+def a_brief(n: int) -> tuple[Windows, Tensor]:
+    """The same clients' events beside at most two tokens, and their negatives."""
     past = a_log(n)
     windows = training_windows(past, np.arange(len(past)), length=2, stride=1, rng=np.random.default_rng(17))
     windows = trimmed(take(windows, windows.users.argsort(stable=True)))
-    return Brief(windows, torch.randint(N_ITEMS, (len(windows), 5), generator=Generator().manual_seed(18)))
+    return windows, torch.randint(N_ITEMS, (len(windows), 5), generator=Generator().manual_seed(18))
 
 
 def test_with_a_brief_prompts_learn_from_it_without_rows_and_rows_from_the_lesson():
-    state, (lesson, negatives), brief = a_start(6), a_lesson(6), a_brief(6)
-    both, _ = client_update(a_broadcast(), state, lesson, negatives, LocalRule(), brief)
-    whole, _ = client_update(a_broadcast(), state, lesson, negatives, LocalRule())
-    bare = fresh_state(state.prompts, no_rows(WIDTH))
-    short, _ = client_update(a_broadcast(), bare, replace(lesson, windows=brief.windows), brief.negatives, LocalRule())
+    state, (lesson, negatives), (brief, by_brief) = a_start(6), a_lesson(6), a_brief(6)
+    both, _ = client_update(a_model(), state, replace(lesson, brief=brief), negatives, LocalRule(), by_brief)
+    whole, _ = client_update(a_model(), state, lesson, negatives, LocalRule())
+    bare = begun(state.prompts, no_rows(WIDTH))
+    short, _ = client_update(a_model(), bare, replace(lesson, windows=brief), by_brief, LocalRule())
     assert torch.equal(both.rows.rows, whole.rows.rows)
     assert torch.equal(both.prompts.long, short.prompts.long)
     assert torch.equal(both.prompts.short, short.prompts.short)
@@ -456,10 +517,11 @@ def test_with_a_brief_prompts_learn_from_it_without_rows_and_rows_from_the_lesso
 
 
 def test_a_client_whose_brief_is_broken_stays_as_a_whole_and_changes_nobody_else():
-    state, (lesson, negatives), brief = a_start(6), a_lesson(6), a_brief(6)
+    state, (plain, negatives), (brief, by_brief) = a_start(6), a_lesson(6), a_brief(6)
+    lesson = replace(plain, brief=brief)
     broken = replace(state.prompts, long=state.prompts.long.index_fill(0, torch.tensor([2]), torch.nan))
-    after, report = client_update(a_broadcast(), replace(state, prompts=broken), lesson, negatives, LocalRule(), brief)
-    fine, _ = client_update(a_broadcast(), state, lesson, negatives, LocalRule(), brief)
+    after, report = client_update(a_model(), replace(state, prompts=broken), lesson, negatives, LocalRule(), by_brief)
+    fine, _ = client_update(a_model(), state, lesson, negatives, LocalRule(), by_brief)
     assert report.moved.tolist() == [True, True, False, True, True, True]
     others = torch.tensor([0, 1, 3, 4, 5])
     torch.testing.assert_close(after.prompts.long[others], fine.prompts.long[others])
@@ -468,9 +530,11 @@ def test_a_client_whose_brief_is_broken_stays_as_a_whole_and_changes_nobody_else
 
 
 def operations(n: int, rule: LocalRule, brief: bool = False) -> int:
-    state, (lesson, negatives), short = a_start(n), a_lesson(n), a_brief(n) if brief else None
+    state, (lesson, negatives), (short, by_short) = a_start(n), a_lesson(n), a_brief(n)
+    if brief:
+        lesson = replace(lesson, brief=short)
     with Counting() as count:
-        client_update(a_broadcast(), state, lesson, negatives, rule, short)
+        client_update(a_model(), state, lesson, negatives, rule, by_short if brief else None)
     return count.calls
 
 
@@ -487,5 +551,5 @@ def test_eight_clients_take_as_many_tensor_operations_as_sixty_four(name):
 
 
 def test_bfloat16_is_for_a_gpu_and_changes_nothing_here():
-    plain, half = (columns(taught(a_start(6), LocalRule(bf16=bf16))) for bf16 in (False, True))
+    plain, half = (learned(taught(a_start(6), LocalRule(bf16=bf16))) for bf16 in (False, True))
     assert all(torch.equal(column, half[name]) for name, column in plain.items())

@@ -13,10 +13,12 @@ from protofed.client.own_rows import (
     NEIGHBOURS,
     OwnRows,
     find,
+    merge_rows,
     met_boost,
     no_rows,
     own_embed,
     pairs_of,
+    rows_to,
     subset,
     with_met_items,
     with_own_scores,
@@ -95,6 +97,32 @@ def test_written_back_rows_change_their_own_places_and_no_other(pairs, asked):
     after = as_dictionary(written_back(own, place, learned))
     assert after == {k: [x + 1 for x in row] if k[0] in clients else row for k, row in before.items()}
     assert as_dictionary(own) == before
+
+
+@given(
+    PAIRS, st.sets(st.integers(0, N_CLIENTS + 1)), st.sets(st.tuples(st.integers(0, 8), st.integers(0, N_ITEMS - 1)))
+)
+def test_merged_rows_are_those_of_a_dictionary_in_which_these_clients_were_replaced(pairs, asked, news):
+    own, clients = rows_for(pairs), sorted(asked)
+    part = rows_for({(c, i) for c, i in news if c < len(clients)}, seed=1)
+    merged = merge_rows(own, whole_numbers(clients), part)
+    expected = {(c, i): row for (c, i), row in as_dictionary(own).items() if c not in clients}
+    expected |= {(clients[c], i): row for (c, i), row in as_dictionary(part).items()}
+    assert as_dictionary(merged) == expected
+    assert list(as_dictionary(merged)) == sorted(expected)
+
+
+@given(PAIRS, ASKED)
+def test_a_subset_that_is_merged_again_changes_nothing(pairs, asked):
+    own, clients = rows_for(pairs), whole_numbers(sorted(set(asked)))
+    assert as_dictionary(merge_rows(own, clients, subset(own, clients)[0])) == as_dictionary(own)
+
+
+def test_rows_on_another_device_are_the_same_rows():
+    own = rows_for({(0, 1), (2, 3)})
+    moved = rows_to(own, torch.device("cpu"))
+    assert as_dictionary(moved) == as_dictionary(own)
+    assert rows_to(own, torch.device("meta")).rows.device.type == "meta"
 
 
 def public(items: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""Draws belong to a user and a round, not to a batch."""
+"""Draws belong to a user, an event and a round, not to a batch."""
+
+import hashlib
 
 import numpy as np
 import pytest
@@ -7,7 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from protofed.privacy.draws import NUMBERS_AT_ONCE, bernoulli, normal, philox, uniform
+from protofed.privacy.draws import (
+    NUMBERS_AT_ONCE,
+    Draws,
+    SeededDraws,
+    SystemDraws,
+    bernoulli,
+    event_keys,
+    normal,
+    philox,
+    uniform,
+)
+from protofed.privacy.mechanism import discrete_gaussian
+from protofed.seeds import user_keys
 
 
 def words(text: str) -> tuple[torch.Tensor, ...]:
@@ -109,3 +123,88 @@ def test_coins_come_up_at_their_rate_and_each_round_anew(rate):
 def test_at_rate_one_everybody_takes_part_and_at_rate_zero_nobody():
     assert bernoulli(2, "cohort", torch.arange(1_000), 0, 1.0).all()
     assert not bernoulli(2, "cohort", torch.arange(1_000), 0, 0.0).any()
+
+
+def test_a_users_key_is_half_of_the_first_64_bits_of_a_hash_of_its_id():
+    ids = ["ann", 7, "7", "名", "", "ann"]
+    by_hand = [int(hashlib.sha256(str(each).encode()).hexdigest()[:16], 16) // 2 for each in ids]
+    keys = user_keys(ids)
+    assert keys.dtype == np.int64
+    assert keys.tolist() == by_hand
+    assert keys[:1].tolist() == [2650560824210726935]  # written down: other runtimes must find the same
+    assert keys[3] == 2941672170307061533
+    assert (keys >= 0).all()
+
+
+def test_a_users_key_does_not_depend_on_who_else_is_in_the_log():
+    names = [f"user {n}" for n in range(20_000)]
+    keys = user_keys(names)
+    assert len(set(keys.tolist())) == len(names)
+    assert keys[::-7].tolist() == user_keys(names[::-7]).tolist()
+    assert len(user_keys([])) == 0
+
+
+def words_by_hand(user: int, event: int) -> int:
+    """The first two words of a Philox block whose counter is the event and the user, as a signed 64-bit number."""
+    mask = 2**32 - 1
+    counter = tuple(torch.tensor([word]) for word in (event & mask, event >> 32, user & mask, user >> 32))
+    high, low, *_ = (int(word) for word in philox(counter, (0x9E3779B9, 0xBB67AE85)))
+    number = high * 2**32 + low
+    return number - 2**64 if number >= 2**63 else number
+
+
+def test_an_events_key_is_a_hash_of_its_user_and_its_number_among_the_users_own():
+    users, events = torch.tensor([1, 1, 2**62 + 5, 0]), torch.tensor([0, 1, 0, 2**33])
+    keys = event_keys(users, events)
+    by_hand = [words_by_hand(u, e) for u, e in zip(users.tolist(), events.tolist(), strict=True)]
+    assert keys.tolist() == by_hand
+    assert keys[:3].tolist() == [-698662227596645324, -2478724403732679477, 8483634899788050955]  # written down
+
+
+def test_keys_of_different_events_differ_and_are_the_same_alone():
+    users = torch.from_numpy(user_keys(range(300))).repeat_interleave(100)
+    events = torch.arange(100).repeat(300)
+    keys = event_keys(users, events)
+    assert len(keys.unique()) == 30_000
+    order = torch.randperm(30_000, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(event_keys(users[order], events[order]), keys[order])
+    assert torch.equal(torch.cat([event_keys(users[n : n + 1], events[n : n + 1]) for n in range(50)]), keys[:50])
+    assert len(torch.cat([keys, event_keys(events, users)]).unique()) == 60_000  # user and event are not exchangeable
+
+
+def test_draws_by_event_keys_are_uniform_and_uncorrelated_between_neighbours():
+    users = torch.from_numpy(user_keys(range(200))).repeat_interleave(50)
+    drawn = uniform(3, "events", event_keys(users, torch.arange(50).repeat(200)), 0, (5,)).numpy()
+    assert stats.kstest(drawn.ravel(), "uniform").pvalue > 1e-3
+    table = drawn.reshape(200, 50, 5)
+    for a, b in ((table[:, 1:], table[:, :-1]), (table[1:], table[:-1])):
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 4 / a.size**0.5
+
+
+KEYS = torch.from_numpy(user_keys(range(9)))
+
+
+def test_seeded_draws_are_the_plain_functions():
+    draws = SeededDraws(11)
+    assert isinstance(draws, Draws)
+    assert torch.equal(draws.uniform("x", KEYS, 4, (3, 2)), uniform(11, "x", KEYS, 4, (3, 2)))
+    assert torch.equal(draws.uniform("x", KEYS, 4), uniform(11, "x", KEYS, 4))
+    assert torch.equal(draws.normal("x", KEYS, 4, (3, 2)), normal(11, "x", KEYS, 4, (3, 2)))
+    by_hand = discrete_gaussian(uniform(11, "x", KEYS, 4, (3, 2)), 6.5)
+    assert torch.equal(draws.discrete_gaussian("x", KEYS, 4, (3, 2), 6.5), by_hand)
+
+
+def test_system_draws_have_the_shapes_and_distributions_of_seeded_ones_and_never_repeat():
+    draws, users = SystemDraws(b"secret"), torch.arange(2_000)
+    assert isinstance(draws, Draws)
+    for name, law in (("uniform", "uniform"), ("normal", "norm")):
+        drawn, again = (getattr(draws, name)("x", users, 0, (5, 2)) for _ in range(2))
+        assert (drawn.shape, drawn.dtype) == ((2_000, 5, 2), torch.float64)
+        assert not set(drawn.flatten().tolist()) & set(again.flatten().tolist())
+        # 1e-6: nobody can seed these, and a suite must not fail once in a thousand runs.
+        assert stats.kstest(drawn.flatten().numpy(), law).pvalue > 1e-6
+    whole = draws.discrete_gaussian("x", users[:300], 0, (5,), 6.5)
+    assert (whole.shape, whole.dtype) == ((300, 5), torch.int64)
+    assert abs(float(whole.double().std()) / 6.5 - 1) < 5 / (2 * 1_500) ** 0.5
+    assert draws.uniform("x", users[:0], 0, (5,)).shape == (0, 5)
+    assert draws.uniform("x", users[:3], 0).shape == (3,)

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protofed.client.upload import nearest
 from protofed.privacy.mechanism import GRID, os_noise, seeded_noise
 from protofed.privacy.upload import UploadRule
 from protofed.seeds import stream
-from protofed.server.assignment import nearest
 from protofed.server.fedkmeans import exact_sums, fedkmeans, fedkmeans_as_printed, noised_sums
 from protofed.server.library import new_library
 

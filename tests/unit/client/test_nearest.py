@@ -1,4 +1,4 @@
-"""Each client finds its nearest prototype."""
+"""Each device finds its nearest prototype."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protofed.server.assignment import nearest
+from protofed.client.upload import nearest
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 2**32 - 1))
