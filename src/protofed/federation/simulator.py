@@ -86,7 +86,7 @@ def begin_stacks(model: Model, devices: DeviceState, slice_: TimeSlice, schedule
     draws, at = SeededDraws(schedule.seed), model.v.device
     start, end = slice_.bounds[-1].part("train")
     active = (events_until(slice_.past, end) > events_until(slice_.past, start)).nonzero()[:, 0]
-    for places in active.split(stack_size(schedule.chunk, model.backbone.items)):
+    for places in active.split(stack_size(schedule.chunk, model.backbone.items)) if len(active) else ():
         part = to_device(select(devices, places), at)
         state, lesson = begin_slice(model, part, events_of(slice_, places, devices), draws, schedule.slice_index)
         yield Stack(places, to_device(state, devices.device), lesson)
