@@ -22,8 +22,8 @@ ORDER = (
         "slices",
         "evaluation",
         "backbone",
-        "client",
         "privacy",
+        "client",
     ),
     *("server", "inference", "federation", "methods", "experiments", "report", "cli"),
 )
