@@ -15,19 +15,19 @@ from sklearn.metrics import adjusted_rand_score
 from protofed.backbone.pretrain import cached_warm_up
 from protofed.backbone.training import PlainDescent
 from protofed.cli.run import settle
+from protofed.client.begin import query_means
 from protofed.client.drift import drift_gate
+from protofed.client.lessons import chunks, client_data
 from protofed.client.own_rows import no_rows
+from protofed.client.upload import nearest
 from protofed.data.synthetic import drifting_world, preset
 from protofed.data.synthetic_truth import DriftingWorld, cluster_at, drift_progress
 from protofed.evaluation.forgetting import accuracy
 from protofed.experiments.run import Experiment
 from protofed.experiments.summary import matrix
-from protofed.federation.lessons import chunks, client_data
-from protofed.federation.simulator import query_means
 from protofed.methods.protocol import World
 from protofed.methods.protofed_sp import ProtoFedSP, ProtoFedState
 from protofed.seeds import numpy_stream, stream
-from protofed.server.assignment import nearest
 from protofed.slices.stream import SliceStream, TimeSlice
 
 PARTS = ("", "own-rows", "prompts", "long", "short", "prototypes", "alignment", "static-prototypes", "personal")
@@ -37,8 +37,8 @@ CPU, LENGTH = torch.device("cpu"), 50
 
 def clusters(state: ProtoFedState, made: DriftingWorld, now: int) -> tuple[float, float]:
     """Adjusted Rand index of long prompts' nearest prototypes against true clusters: of all, of who never moves."""
-    users = state.table.met.nonzero()[:, 0]
-    found = nearest(state.codec.encode(state.table.long[users]), state.library.v)
+    users = state.devices.met.nonzero()[:, 0]
+    found = nearest(state.codec.encode(state.devices.prompts.long[users]), state.library.v)
     truth = cluster_at(made.truth, users, torch.full_like(users, now))
     stays = ~made.users.drifting[users]
     return adjusted_rand_score(truth, found), adjusted_rand_score(truth[stays], found[stays])
@@ -62,8 +62,8 @@ def routed(state: ProtoFedState, made: DriftingWorld, slice_: TimeSlice, now: in
 
 def gates(state: ProtoFedState, made: DriftingWorld, before: int, now: int) -> tuple[float, float]:
     """Mean alpha of users who moved by a tenth of their way or more in the slice, and of those who never move."""
-    users = (state.table.met & (state.table.periods > 1)).nonzero()[:, 0]
-    alpha = drift_gate(state.table.step[users].norm(dim=-1), state.gate)
+    users = (state.devices.met & (state.devices.drift.periods > 1)).nonzero()[:, 0]
+    alpha = drift_gate(state.devices.drift.drift[users], state.gate)
     went = drift_progress(made.truth, users, torch.full_like(users, now)) - drift_progress(
         made.truth, users, torch.full_like(users, before)
     )
