@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 from worlds import random_model, tiny_config, tiny_stream, warmed_up
 
 from protofed.backbone.losses import LOSSES, window_losses
-from protofed.federation.lessons import chunks, negatives_of
+from protofed.client.lessons import chunks, negatives_of
 from protofed.federation.stacked import (
     Deltas,
     LocalSteps,

@@ -14,9 +14,9 @@ from worlds import questions, tiny_config, tiny_log, tiny_stream, warmed_up_on
 from protofed.backbone.losses import LOSSES, window_losses
 from protofed.backbone.new_items import with_new_rows
 from protofed.backbone.training import PlainDescent
+from protofed.client.lessons import client_data, negatives_of
 from protofed.data.interactions import from_codes
 from protofed.errors import ConfigError
-from protofed.federation.lessons import client_data, negatives_of
 from protofed.methods.baselines import federated_rounds
 from protofed.methods.baselines.ditto import Ditto
 from protofed.methods.baselines.fedavg import FedAvg
@@ -291,7 +291,7 @@ def shared_of(state: Any) -> FederatedState:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_noise_of_the_promised_size_reaches_every_coordinate_that_trains(name, variant, monkeypatch):
     """Where nobody's coin falls, what is left of a release is its noise, divided by the fixed q N."""
-    monkeypatch.setattr(federated_rounds, "bernoulli", lambda seed, purpose, users, round_, rate: users < 0)
+    monkeypatch.setattr(federated_rounds, "toss_coins", lambda seed, users, round_, rate: users < 0)
     settings = {"privacy__rounds_per_slice": 1, "privacy__noise_multiplier": 2.0, "privacy__clip_radius": 3.0}
     world = world_of(variant=variant, privacy__wrap=True, **settings)
     method = METHODS[name]()
@@ -379,14 +379,14 @@ def test_an_upload_does_not_depend_on_its_clients_earlier_coins(name, variant, m
         """The uploads of a user with these coins, when nobody else takes part."""
         seen = []
 
-        def coin(seed: int, purpose: str, users: Tensor, round_: int, rate: float) -> Tensor:
+        def coin(seed: int, users: Tensor, round_: int, rate: float) -> Tensor:
             return (users == user) & mine[round_]
 
         def watched(deltas: Any, radius: float) -> Any:
             seen.append(deltas.stack)
             return clipped_sum(deltas, radius)
 
-        monkeypatch.setattr(federated_rounds, "bernoulli", coin)
+        monkeypatch.setattr(federated_rounds, "toss_coins", coin)
         monkeypatch.setattr(federated_rounds, "clipped_sum", watched)
         monkeypatch.setattr(federated_rounds, "server_step", lambda server, d, t: server_step(server, 0 * d, 0 * t))
         state = method.start(world)
@@ -405,7 +405,7 @@ def test_an_upload_does_not_depend_on_its_clients_earlier_coins(name, variant, m
 def test_no_upload_is_longer_than_the_radius_and_the_divisor_is_fixed(monkeypatch):
     """With one client and hardly any noise the server moves by radius / (q N), however far the client went."""
     user = int(active_in(1)[0])
-    monkeypatch.setattr(federated_rounds, "bernoulli", lambda seed, purpose, users, round_, rate: users == user)
+    monkeypatch.setattr(federated_rounds, "toss_coins", lambda seed, users, round_, rate: users == user)
     settings = {"privacy__noise_multiplier": 1e-9, "privacy__rounds_per_slice": 1, "privacy__clip_radius": 0.05}
     world = world_of(privacy__wrap=True, **settings)
     method = FedAvg(ft_steps=0, rate=1e-2)
@@ -416,3 +416,14 @@ def test_no_upload_is_longer_than_the_radius_and_the_divisor_is_fixed(monkeypatc
     pairs = zip(server_of(after).model.parameters(), before.backbone.parameters(), strict=True)
     moved = sum(float((one - other).double().square().sum()) for one, other in pairs) ** 0.5
     assert moved == pytest.approx(0.05 / (0.3 * tiny_stream().slice_(1).past.n_users), rel=1e-2)
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_slice_without_rounds_tells_that_there_were_none_and_no_mean_over_nothing(wrap):
+    world, method = world_of(privacy__wrap=wrap), FedAvg()
+    _, told = method.learn(
+        world, replace(method.start(world), allowed_rounds=0), tiny_stream().slice_(1), PlainDescent()
+    )
+    assert told["rounds"] == 0
+    assert not {"uploads_per_round", "client_loss", "upload_norm", "clipped_share"} & set(told)
+    assert told["personal_shift"] > 0  # devices learn on

@@ -20,7 +20,7 @@ class Costs:
     bytes_up: int
     bytes_down: int
     trainable_parameters: int
-    trainable_parameters_per_user: float
+    trainable_parameters_per_user: int | float
 
     def diagnostics(self) -> dict[str, int | float]:
         return {field.name: getattr(self, field.name) for field in fields(self)}

@@ -130,7 +130,7 @@ class ProtoFedSP:
             devices=devices,
             rounds=state.rounds + schedule.rounds,
             slice_index=slice_.index,
-            newest_target=max(state.newest_target, *slice_.train_positions[-1:].tolist()),
+            newest_target=max([state.newest_target, *slice_.train_positions[-1:].tolist()]),
         )
         told |= {**new_rows, **choices_of(config, state), **costs_of(config, state, rule), "reseeded": reseeded}
         return state, told
