@@ -332,8 +332,8 @@ def parse_override(text: str) -> tuple[str, object]:
     if not found or not key:
         raise ConfigError(f"--set takes key=value, got {text!r}; for example --set training.negatives=32")
     try:
-        return key.strip(), tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+        return key.strip(), _toml_values(f"value = {raw}")["value"]
+    except ValueError:
         return key.strip(), raw
 
 
@@ -353,18 +353,30 @@ def from_values(values: Mapping[str, object]) -> RunConfig:
 
 
 def values_of(path: Path) -> dict[str, object]:
-    """The dotted keys a file sets."""
+    """The dotted keys a file sets; whatever is wrong with its text is an error that names the file."""
     if not path.is_file():
         raise ConfigError(f"no config file at {path}")
-    return parsed(path.read_text(encoding="utf-8"))
-
-
-def parsed(text: str) -> dict[str, object]:
-    """The dotted keys a TOML text sets."""
     try:
-        return _flatten(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as problem:
-        raise ConfigError(f"the config is not valid TOML: {problem}") from problem
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as problem:
+        raise ConfigError(f"{path} is not UTF-8 text ({problem}); save it as UTF-8") from problem
+    return parsed(text, str(path))
+
+
+def parsed(text: str, name: str = "the config") -> dict[str, object]:
+    """The dotted keys a TOML text sets; errors call it `name`."""
+    try:
+        return _flatten(_toml_values(text))
+    except ValueError as problem:
+        raise ConfigError(f"{name} is not valid TOML: {problem}") from problem
+
+
+def _toml_values(text: str) -> dict[str, Any]:
+    """What a TOML text says; a ValueError, tomllib's or Python's own, where it cannot be read."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError as problem:
+        raise ValueError("it is nested too deeply") from problem
 
 
 def as_today(text: str) -> str:
@@ -447,8 +459,8 @@ def _entered(text: str, path: list[str], value: object, key: str) -> str:
 def hyper_values(text: str) -> dict[str, Value]:
     """The hyper-parameters of a config by their names; a part of a part is named `capacity.share`."""
     try:
-        found = _flatten(tomllib.loads(f"hyper = {{{text}}}"))
-    except tomllib.TOMLDecodeError as problem:
+        found = _flatten(_toml_values(f"hyper = {{{text}}}"))
+    except ValueError as problem:
         raise ConfigError(f'hyper must look like "strength = 0.1, examples = 500", got {text!r}') from problem
     values = {key.removeprefix("hyper."): value for key, value in found.items() if key != "hyper"}
     for key, value in values.items():
@@ -472,7 +484,8 @@ def _checked(key: str, value: object, hint: Any) -> object:
             raise ConfigError(f"{key} must be one of {', '.join(map(str, typing.get_args(hint)))}, got {value!r}")
         return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        with contextlib.suppress(OverflowError):  # no float is so large: it stays what it is, and is refused below
+            value = float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise ConfigError(f"{key} must be of type {getattr(hint, '__name__', hint)}, got {value!r}")
     return value
