@@ -107,12 +107,6 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, notes
 
 
-def load_notes(path: Path) -> dict[str, str]:
-    """The notes alone, unchecked, without reading the tensors."""
-    with safe_open(path, framework="pt") as file:
-        return dict(json.loads(file.metadata()[NOTES]))
-
-
 def tensors_checksum(tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> str:
     """SHA-256 over every name, type, shape and byte."""
     digest = hashlib.sha256(json.dumps(sorted(notes.items())).encode())
