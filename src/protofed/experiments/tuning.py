@@ -33,7 +33,7 @@ from protofed.experiments.folder import RunFolder, load_checkpoint
 from protofed.experiments.run import Experiment
 from protofed.experiments.summary import matrix
 from protofed.federation.plan import plan
-from protofed.files import CHECKSUM, make_folder, write_text, written_atomically
+from protofed.files import CHECKSUM, harmless, make_folder, write_text, written_atomically
 from protofed.methods.catalogue import configured
 from protofed.methods.private import Private, as_asked
 from protofed.methods.search_spaces import Space, space_of
@@ -326,7 +326,7 @@ def write_tables(out: Path) -> list[Outcome]:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(TRIALS_SCHEMA.names)
-    writer.writerows(rows)
+    writer.writerows([harmless(value) if isinstance(value, str) else value for value in row] for row in rows)
     write_text(out / "trials.csv", text.getvalue())
     table = pa.Table.from_pylist([dict(zip(TRIALS_SCHEMA.names, row, strict=True)) for row in rows], TRIALS_SCHEMA)
     with written_atomically(out / "trials.parquet") as unfinished:
