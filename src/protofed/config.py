@@ -175,18 +175,18 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
 }
 
 
-RANGES: Mapping[str, tuple[float, float]] = {  # what a number may be, ends included
+RANGES: Mapping[str, tuple[float, float]] = {  # what a number may be, ends included; a small log is done at either end
     "seed": (0, 2**62),
     "clients": (0, 2**62),
     "stream.n_slices": (1, 10_000),
-    "stream.n_negatives": (1, 10**6),
-    "backbone.width": (1, 65_536),
+    "stream.n_negatives": (1, 10_000),
+    "backbone.width": (1, 1_024),
     "backbone.layers": (1, 100),
     "backbone.heads": (1, 1_000),
     "backbone.ffn_width": (1, 100),
     "backbone.history_length": (1, 100_000),
     "backbone.dropout": (0, 0.99),
-    "backbone.prompt_length": (1, 10_000),
+    "backbone.prompt_length": (1, 256),
     "training.negatives": (1, 10**6),
     "training.learning_rate": (1e-12, 100),
     "training.slice_learning_rate": (1e-12, 100),
@@ -201,11 +201,11 @@ RANGES: Mapping[str, tuple[float, float]] = {  # what a number may be, ends incl
     "scoring.popularity_prior": (0, 1e6),
     "scoring.personal_memory": (0, 1e6),
     "scoring.memory_half_life_days": (1e-6, 1e6),
-    "privacy.target_epsilon": (0, 1e6),
+    "privacy.target_epsilon": (0, 1_000),
     "privacy.noise_multiplier": (0, 1e6),
     "privacy.delta": (1e-300, 0.999999),
     "privacy.sampling_rate": (1e-9, 1),
-    "privacy.rounds_per_slice": (0, 10**6),
+    "privacy.rounds_per_slice": (0, 1_000),
     "privacy.clip_radius": (1e-6, 1e6),
     "privacy.count_weight": (1e-6, 1e6),
     "privacy.newcomer_share": (0, 1),
@@ -218,8 +218,8 @@ RANGES: Mapping[str, tuple[float, float]] = {  # what a number may be, ends incl
     "protofed.embedding": (1, 65_536),
     "protofed.momentum": (0, 1),
     "protofed.margin": (0, 2),
-    "protofed.local_steps": (0, 10**6),
-    "protofed.base_steps": (0, 10**6),
+    "protofed.local_steps": (0, 200),
+    "protofed.base_steps": (0, 200),
     "protofed.prompt_history": (0, 100_000),
     "protofed.base_history": (0, 100_000),
     "protofed.base_windows": (1, 10**6),
@@ -231,7 +231,7 @@ RANGES: Mapping[str, tuple[float, float]] = {  # what a number may be, ends incl
     "protofed.lambda_max": (0, 1e6),
     "protofed.gamma": (0, 1e6),
     "protofed.alignment_temperature": (1e-6, 1e6),
-    "protofed.inner_prox_steps": (0, 10**4),
+    "protofed.inner_prox_steps": (0, 500),
     "protofed.acceptance_prior": (0, 1e9),
     "protofed.carry": (0, 1),
     "protofed.session_gap_hours": (0, 1e6),
@@ -250,6 +250,9 @@ def in_range(config: RunConfig) -> RunConfig:
     if config.backbone.width % config.backbone.heads:
         width, heads = config.backbone.width, config.backbone.heads
         raise ConfigError(f"backbone.width must be a multiple of backbone.heads, got {width} and {heads}")
+    if config.protofed.prompt_history > config.backbone.history_length:
+        prompts, whole = config.protofed.prompt_history, config.backbone.history_length
+        raise ConfigError(f"protofed.prompt_history must be at most backbone.history_length, got {prompts} and {whole}")
     ablated(config.protofed)
     return config
 
