@@ -175,18 +175,18 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
 }
 
 
-RANGES: Mapping[str, tuple[float, float]] = {  # what a number may be, ends included
+RANGES: Mapping[str, tuple[float, float]] = {  # what a number may be, ends included; a small log is done at either end
     "seed": (0, 2**62),
     "clients": (0, 2**62),
     "stream.n_slices": (1, 10_000),
-    "stream.n_negatives": (1, 10**6),
-    "backbone.width": (1, 65_536),
+    "stream.n_negatives": (1, 10_000),
+    "backbone.width": (1, 1_024),
     "backbone.layers": (1, 100),
     "backbone.heads": (1, 1_000),
     "backbone.ffn_width": (1, 100),
     "backbone.history_length": (1, 100_000),
     "backbone.dropout": (0, 0.99),
-    "backbone.prompt_length": (1, 10_000),
+    "backbone.prompt_length": (1, 256),
     "training.negatives": (1, 10**6),
     "training.learning_rate": (1e-12, 100),
     "training.slice_learning_rate": (1e-12, 100),
@@ -201,11 +201,11 @@ RANGES: Mapping[str, tuple[float, float]] = {  # what a number may be, ends incl
     "scoring.popularity_prior": (0, 1e6),
     "scoring.personal_memory": (0, 1e6),
     "scoring.memory_half_life_days": (1e-6, 1e6),
-    "privacy.target_epsilon": (0, 1e6),
+    "privacy.target_epsilon": (0, 1_000),
     "privacy.noise_multiplier": (0, 1e6),
     "privacy.delta": (1e-300, 0.999999),
     "privacy.sampling_rate": (1e-9, 1),
-    "privacy.rounds_per_slice": (0, 10**6),
+    "privacy.rounds_per_slice": (0, 1_000),
     "privacy.clip_radius": (1e-6, 1e6),
     "privacy.count_weight": (1e-6, 1e6),
     "privacy.newcomer_share": (0, 1),
@@ -218,8 +218,8 @@ RANGES: Mapping[str, tuple[float, float]] = {  # what a number may be, ends incl
     "protofed.embedding": (1, 65_536),
     "protofed.momentum": (0, 1),
     "protofed.margin": (0, 2),
-    "protofed.local_steps": (0, 10**6),
-    "protofed.base_steps": (0, 10**6),
+    "protofed.local_steps": (0, 200),
+    "protofed.base_steps": (0, 200),
     "protofed.prompt_history": (0, 100_000),
     "protofed.base_history": (0, 100_000),
     "protofed.base_windows": (1, 10**6),
@@ -231,7 +231,7 @@ RANGES: Mapping[str, tuple[float, float]] = {  # what a number may be, ends incl
     "protofed.lambda_max": (0, 1e6),
     "protofed.gamma": (0, 1e6),
     "protofed.alignment_temperature": (1e-6, 1e6),
-    "protofed.inner_prox_steps": (0, 10**4),
+    "protofed.inner_prox_steps": (0, 500),
     "protofed.acceptance_prior": (0, 1e9),
     "protofed.carry": (0, 1),
     "protofed.session_gap_hours": (0, 1e6),
@@ -250,6 +250,9 @@ def in_range(config: RunConfig) -> RunConfig:
     if config.backbone.width % config.backbone.heads:
         width, heads = config.backbone.width, config.backbone.heads
         raise ConfigError(f"backbone.width must be a multiple of backbone.heads, got {width} and {heads}")
+    if config.protofed.prompt_history > config.backbone.history_length:
+        prompts, whole = config.protofed.prompt_history, config.backbone.history_length
+        raise ConfigError(f"protofed.prompt_history must be at most backbone.history_length, got {prompts} and {whole}")
     ablated(config.protofed)
     return config
 
@@ -332,8 +335,8 @@ def parse_override(text: str) -> tuple[str, object]:
     if not found or not key:
         raise ConfigError(f"--set takes key=value, got {text!r}; for example --set training.negatives=32")
     try:
-        return key.strip(), tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+        return key.strip(), _toml_values(f"value = {raw}")["value"]
+    except ValueError:
         return key.strip(), raw
 
 
@@ -353,18 +356,30 @@ def from_values(values: Mapping[str, object]) -> RunConfig:
 
 
 def values_of(path: Path) -> dict[str, object]:
-    """The dotted keys a file sets."""
+    """The dotted keys a file sets; whatever is wrong with its text is an error that names the file."""
     if not path.is_file():
         raise ConfigError(f"no config file at {path}")
-    return parsed(path.read_text(encoding="utf-8"))
-
-
-def parsed(text: str) -> dict[str, object]:
-    """The dotted keys a TOML text sets."""
     try:
-        return _flatten(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as problem:
-        raise ConfigError(f"the config is not valid TOML: {problem}") from problem
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as problem:
+        raise ConfigError(f"{path} is not UTF-8 text ({problem}); save it as UTF-8") from problem
+    return parsed(text, str(path))
+
+
+def parsed(text: str, name: str = "the config") -> dict[str, object]:
+    """The dotted keys a TOML text sets; errors call it `name`."""
+    try:
+        return _flatten(_toml_values(text))
+    except ValueError as problem:
+        raise ConfigError(f"{name} is not valid TOML: {problem}") from problem
+
+
+def _toml_values(text: str) -> dict[str, Any]:
+    """What a TOML text says; a ValueError, tomllib's or Python's own, where it cannot be read."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError as problem:
+        raise ValueError("it is nested too deeply") from problem
 
 
 def as_today(text: str) -> str:
@@ -447,8 +462,8 @@ def _entered(text: str, path: list[str], value: object, key: str) -> str:
 def hyper_values(text: str) -> dict[str, Value]:
     """The hyper-parameters of a config by their names; a part of a part is named `capacity.share`."""
     try:
-        found = _flatten(tomllib.loads(f"hyper = {{{text}}}"))
-    except tomllib.TOMLDecodeError as problem:
+        found = _flatten(_toml_values(f"hyper = {{{text}}}"))
+    except ValueError as problem:
         raise ConfigError(f'hyper must look like "strength = 0.1, examples = 500", got {text!r}') from problem
     values = {key.removeprefix("hyper."): value for key, value in found.items() if key != "hyper"}
     for key, value in values.items():
@@ -472,7 +487,8 @@ def _checked(key: str, value: object, hint: Any) -> object:
             raise ConfigError(f"{key} must be one of {', '.join(map(str, typing.get_args(hint)))}, got {value!r}")
         return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        with contextlib.suppress(OverflowError):  # no float is so large: it stays what it is, and is refused below
+            value = float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
         raise ConfigError(f"{key} must be of type {getattr(hint, '__name__', hint)}, got {value!r}")
     return value

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there, tensors with a checksum, and one lock for whoever writes into a folder."""
+"""Files: whole or not there, tensors with a checksum, one lock for a folder, cells that no spreadsheet runs."""
 
 import contextlib
 import hashlib
@@ -18,7 +18,21 @@ from protofed.errors import RunFolderError, StorageError, storage_error
 
 UNFINISHED = ".unfinished"
 NOTES, CHECKSUM = "notes", "sha256"
+FORMULA = ("=", "+", "-", "@", "\t", "\r")  # how a cell begins that a spreadsheet runs
 STEP = 1 << 24  # bytes hashed at once
+
+
+def harmless(text: str) -> str:
+    """A text that spreadsheets show as it is: one that they would run as a formula gets an apostrophe before it.
+
+    A carriage return, which some take for the end of a row, becomes a space.
+    """
+    if not text.startswith(FORMULA):
+        return text.replace("\r", " ")
+    with contextlib.suppress(ValueError):
+        float(text)
+        return text  # a number
+    return f"'{text}".replace("\r", " ")
 
 
 @contextlib.contextmanager
@@ -105,12 +119,6 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if written != tensors_checksum(tensors, notes):
         raise ValueError("its checksum does not match")
     return tensors, notes
-
-
-def load_notes(path: Path) -> dict[str, str]:
-    """The notes alone, unchecked, without reading the tensors."""
-    with safe_open(path, framework="pt") as file:
-        return dict(json.loads(file.metadata()[NOTES]))
 
 
 def tensors_checksum(tensors: Mapping[str, Tensor], notes: Mapping[str, str]) -> str:

@@ -16,7 +16,6 @@ import torch
 import worlds
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from protofed.cli.run import settle
 from protofed.config import RunConfig, override, read_toml
@@ -37,6 +36,7 @@ from protofed.experiments.tuning import (
     claim_folder,
     drawn_trials,
     fingerprint,
+    known_outcome,
     note_of,
     pseudo_config,
     run_trial,
@@ -48,6 +48,7 @@ from protofed.experiments.tuning import (
     write_best,
     write_tables,
 )
+from protofed.files import save_tensors
 from protofed.methods.catalogue import METHODS
 from protofed.methods.search_spaces import SPACES, space_of
 from protofed.slices.stream import SliceStream
@@ -273,7 +274,7 @@ def test_a_state_that_is_not_finite_is_recorded_as_a_failure(tmp_path):
     found = folders.load_checkpoint(folders.RunFolder(folder))
     assert found is not None
     spoiled = {name: tensor * math.nan if tensor.is_floating_point() else tensor for name, tensor in found[1].items()}
-    save_file(spoiled, folder / "checkpoint.safetensors", metadata={"slice": "2"})
+    save_tensors(folder / "checkpoint.safetensors", spoiled, {"slice": "2"})
     note_of(folder).unlink()
     judged = run_trial(search, trial, out, tmp_path / "cache")
     assert judged.failed.startswith("diverged: ")
@@ -304,6 +305,25 @@ def test_a_trial_that_breaks_is_recorded_with_its_reason_and_not_tried_again(tmp
     assert "Traceback" in note["traceback"]
     (row,) = csv.DictReader([*write_tables_text(tmp_path / "out")])
     assert (row["ndcg@10"], row["failed"]) == ("", "RuntimeError: probability tensor contains nan")
+
+
+@pytest.mark.parametrize("damage", ["another number", "a key missing", "no JSON", "a list"])
+def test_a_trials_note_that_is_damaged_is_refused_by_name(tmp_path, damage):
+    search = searched(n_trials=1)
+    made_with = module.digest(search, search.config)
+    folder = trial_folder(search, search.trials[0], tmp_path)
+    module.write_note(folder, Outcome("finetune-last", 0, {}, 0.25, made_with=made_with))
+    assert known_outcome(search, search.trials[0], tmp_path).objective == 0.25
+    note = json.loads(note_of(folder).read_text())
+    text = {
+        "another number": json.dumps(note | {"objective": 0.5}),
+        "a key missing": json.dumps({key: value for key, value in note.items() if key != "made_with"}),
+        "no JSON": json.dumps(note)[:-1],
+        "a list": "[1]",
+    }[damage]
+    note_of(folder).write_text(text)
+    with pytest.raises(RunFolderError, match=r"trial-00.json .*; delete it, and the trial is judged again"):
+        known_outcome(search, search.trials[0], tmp_path)
 
 
 def write_tables_text(out: Path) -> list[str]:

@@ -24,6 +24,7 @@ from rich.text import Text
 from protofed.cli.run import CACHE, load, settle
 from protofed.config import from_toml, parse_override
 from protofed.errors import ConfigError, ProtoFedError, in_one_line
+from protofed.files import make_folder
 
 if TYPE_CHECKING:
     from protofed.experiments.bench import Board, Job, Status, Tell
@@ -76,6 +77,7 @@ def bench(
     cluster = benches.ray_tasks(WORKER) if ray else None
     name = f"bench-{part[0]}-of-{part[1]}" if shard else "bench"
     with benches.held(out, name), stoppable(out):
+        make_folder(cache)  # one that cannot be written is told now, not by every cell
         write_tables(out)
         start = cluster or benches.processes(WORKER)
         job_of = partial(job, out=out, root=root, cache=cache, device=device)

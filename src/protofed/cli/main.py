@@ -58,6 +58,20 @@ def main() -> None:
     except (ProtoFedError, OSError) as problem:
         print(f"error: {in_one_line(problem)}", file=sys.stderr)
         sys.exit(2)
+    except (MemoryError, RuntimeError) as problem:
+        if not is_out_of_memory(problem):
+            raise
+        print(
+            "error: out of memory; use smaller settings or a smaller --clients. What is finished is kept",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
+
+def is_out_of_memory(problem: Exception) -> bool:
+    """Whether the machine had no memory left; PyTorch says so in words alone on a CPU."""
+    said = str(problem).lower()
+    return isinstance(problem, MemoryError) or "can't allocate memory" in said or "out of memory" in said
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import typer
 
 from protofed.errors import ConfigError
 from protofed.experiments.unpack import readable
-from protofed.files import write_text
+from protofed.files import make_folder, write_text
 from protofed.report.page import build, check_target, write
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def write_tables(runs: Path, out: Path, kind: str) -> dict[str, Any]:
     if out.is_dir() or not out.parent.is_dir():
         what = "is a folder; give a file" if out.is_dir() else f"lies in {out.parent}, which is no folder"
         raise ConfigError(f"--out {out} {what}")
+    make_folder(out.parent)
     with readable(runs) as folder:
         finished, unfinished = find_runs(folder)
         results = [compute(section) for section in group(finished)]

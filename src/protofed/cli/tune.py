@@ -32,6 +32,7 @@ from protofed.experiments.tuning import (
     write_tables,
 )
 from protofed.experiments.workers import side_by_side
+from protofed.files import make_folder
 from protofed.methods.search_spaces import space_of
 from protofed.progress import silent
 
@@ -78,6 +79,7 @@ def tune(
     searches, earlier = plan(), tried(known) if known is not None else {}
     asked = {**flags, "trials": trials, "slices": slices, "set": dict(map(parse_override, settings or []))}
     claim_folder(out, asked | {"events": searches[0].fingerprint})
+    make_folder(cache)
     where, console = pick_device(device), Console(stderr=True)
     if known is not None:
         taken = sum(take_over(search, earlier, out) for search in searches)

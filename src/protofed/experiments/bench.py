@@ -277,7 +277,7 @@ def reached(log: Path, said_before: int) -> int | None:
     with contextlib.suppress(FileNotFoundError), open(log, "rb") as file:
         file.seek(said_before)
         for line in file:
-            with contextlib.suppress(json.JSONDecodeError):  # a line that is being written
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that is being written
                 record = json.loads(line)
                 newest = -1 if record["stage"] == "warm-up" else int(record["slice"])
     return newest
@@ -325,12 +325,12 @@ def read_failed(out: Path) -> dict[str, dict[str, str]]:
     """The cells that failed when they were last tried, each with its one line and the file of its traceback."""
     path = out / "failed.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as problem:
+        found = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+    except (ValueError, TypeError) as problem:
         raise RunFolderError(
             f"{path} is not valid JSON ({problem}); delete it, failed cells are tried again"
         ) from problem
-    return dict(found)
+    return found
 
 
 def _write_failed(out: Path, failed: Mapping[str, Mapping[str, str]]) -> None:

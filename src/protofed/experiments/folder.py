@@ -1,7 +1,7 @@
 """A run's folder: one config, results that appear whole, a checkpoint that survives a kill at any point.
 
-While a run is under way, slices/ holds the results of each finished slice and checkpoint.safetensors the newest state,
-with a checksum of itself and of every file in slices/: a flipped bit is an error before anything is computed.
+While a run is under way, slices/ holds the results of each finished slice and checkpoint.safetensors the newest state.
+Both have checksums: whatever is not as it was written is an error before anything is computed.
 metrics.parquet is written last: it is there if and only if the run is finished.
 """
 
@@ -25,7 +25,6 @@ from protofed.errors import DataError, RunFolderError
 from protofed.files import (
     UNFINISHED,
     file_checksum,
-    load_notes,
     load_tensors,
     locked,
     make_folder,
@@ -43,7 +42,7 @@ SORTED_BY = {  # the tables of a finished run, metrics last; ranks stay in the o
     "metrics": ("slice_trained", "slice_tested", "split", "candidates", "subset", "metric"),
 }
 
-LOCK, CHECKPOINT = ".lock", "checkpoint.safetensors"
+LOCK, CHECKPOINT, CHECKSUMS = ".lock", "checkpoint.safetensors", "checksums.json"
 FILES = (
     *("config.toml", "environment.json", "ledger.json", "log.jsonl", CHECKPOINT),
     *(f"{name}.parquet" for name in SORTED_BY),
@@ -152,14 +151,16 @@ def keep_ledger(folder: RunFolder, ledger: Ledger, trust: Trust) -> None:
 def save_slice(
     folder: RunFolder, slice_index: int, tables: Mapping[str, pa.Table], state: Mapping[str, Tensor]
 ) -> None:
-    """The results of one slice, then the state after it; a kill in between only repeats the slice."""
-    checksums = _parts_before(folder, slice_index)
+    """The results of one slice, their checksums, then the state after it; a kill in between only repeats the slice."""
+    checksums = _read_checksums(folder) if slice_index and tables else {}
     for name, table in tables.items():
         part = _part(folder, name, slice_index)
         with written_atomically(part) as unfinished:
             pq.write_table(table, unfinished)
-            checksums[part.name] = file_checksum(unfinished)
-    save_tensors(folder.path / CHECKPOINT, state, {"slice": str(slice_index), "parts": json.dumps(checksums)})
+            checksums[part.name] = (slice_index, file_checksum(unfinished))
+    if tables:
+        write_text(folder.path / "slices" / CHECKSUMS, json.dumps(checksums, indent=0) + "\n")
+    save_tensors(folder.path / CHECKPOINT, state, {"slice": str(slice_index)})
 
 
 def load_checkpoint(folder: RunFolder) -> tuple[int, dict[str, Tensor]] | None:
@@ -169,25 +170,30 @@ def load_checkpoint(folder: RunFolder) -> tuple[int, dict[str, Tensor]] | None:
         return None
     try:
         tensors, notes = load_tensors(path)
-        slice_index, parts = int(notes["slice"]), dict(json.loads(notes["parts"]))
+        slice_index = int(notes["slice"])
     except Exception as problem:
         reason = " ".join(str(problem).split())
         raise RunFolderError(f"{path} cannot be read ({reason}); delete it to start the run again") from problem
-    if not folder.finished:
-        _check_parts(folder, parts)
     return slice_index, tensors
 
 
-def _parts_before(folder: RunFolder, slice_index: int) -> dict[str, str]:
-    """The checksums of earlier slices' tables, as they were when those were written."""
-    path = folder.path / CHECKPOINT
-    return dict(json.loads(load_notes(path)["parts"])) if slice_index and path.is_file() else {}
+def _read_checksums(folder: RunFolder) -> dict[str, tuple[int, str]]:
+    """Of every table in slices/: the slice it is of, and its checksum when it was written."""
+    path = folder.path / "slices" / CHECKSUMS
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): (int(slice_index), str(checksum)) for name, (slice_index, checksum) in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError) as problem:
+        way_out = f"delete {folder.path / CHECKPOINT} to start the run again"
+        raise RunFolderError(f"{path} cannot be read ({problem}); {way_out}") from problem
 
 
-def _check_parts(folder: RunFolder, checksums: Mapping[str, str]) -> None:
-    """Refuse tables of finished slices that are gone or are not as they were written."""
-    for name, written in checksums.items():
+def check_slices(folder: RunFolder, until: int) -> None:
+    """Refuse tables of the slices up to `until` that are gone or are not as they were written."""
+    for name, (slice_index, written) in _read_checksums(folder).items():
         path = folder.path / "slices" / name
+        if slice_index > until:
+            continue  # the slice is repeated
         if not path.is_file():
             found = "is missing"
         elif file_checksum(path) != written:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from protofed.config import RunConfig, from_values, hyper_values, override, parse_override, parsed, to_toml, values_of
+from protofed.config import RunConfig, from_values, hyper_values, override, parse_override, to_toml, values_of
 from protofed.errors import ConfigError
 from protofed.methods.catalogue import METHODS, method_named
 from protofed.methods.search_spaces import space_of
@@ -106,7 +106,7 @@ def read_grid(path: Path) -> Grid:
     """The grid in a TOML file, strictly: an unknown key is an error that suggests the nearest."""
     if not path.is_file():
         raise ConfigError(f"no experiment file at {path}")
-    return grid_of(parsed(path.read_text(encoding="utf-8")))
+    return grid_of(values_of(path))
 
 
 def grid_of(values: Mapping[str, object]) -> Grid:

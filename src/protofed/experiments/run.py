@@ -84,7 +84,9 @@ def run_slices(
 ) -> None:
     """Every slice that is not finished yet, each evaluated and checkpointed before the next."""
     folders.describe(folder, folders.environment(experiment.device, experiment.command, experiment.config.seed))
-    checkpoint = folders.load_checkpoint(folder)  # a damaged one is told before anything is computed
+    checkpoint = folders.load_checkpoint(folder)  # damage is told before anything is computed
+    if checkpoint is not None:
+        folders.check_slices(folder, checkpoint[0])
     check_all_candidates(data)
     world, warm_up_seconds = warmed_up(experiment, folder, data, progress)
     state, first = resume(folder, checkpoint, method, world)

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from protofed.config import RunConfig, read_toml, run_label
 from protofed.errors import ConfigError, RunFolderError
 from protofed.experiments.evaluate import METRICS_SCHEMA
-from protofed.files import locked, written_atomically
+from protofed.files import harmless, locked, written_atomically
 from protofed.privacy.ledger import read_ledger
 
 FOLDERS = "*/*/*/seed-*/metrics.parquet"  # data set / method / variant / seed
@@ -91,7 +91,7 @@ def write_tables(out: Path) -> None:
             for run in runs:  # one after the other: a large grid never has to fit into memory
                 table = results_of(run)
                 rows.write_table(table)
-                lines.write_table(table)
+                lines.write_table(_harmless(table))
         with written_atomically(out / "runs.parquet") as parquet:
             level = pa.Table.from_pylist([run_row(run, out) for run in runs], schema=RUNS_SCHEMA)
             pq.write_table(level, parquet, compression="zstd")
@@ -102,6 +102,15 @@ def results_of(run: Finished) -> pa.Table:
     metrics = read_table(run.path / "metrics.parquet", METRICS_SCHEMA)
     named = [pa.repeat(pa.scalar(run.identity[name], kind), len(metrics)) for name, kind in IDENTITY]
     return pa.table([*named, *metrics.columns], names=RESULTS_SCHEMA.names).cast(RESULTS_SCHEMA)
+
+
+def _harmless(table: pa.Table) -> pa.Table:
+    """The table with texts that no spreadsheet runs."""
+    for place, (name, kind) in enumerate(IDENTITY):
+        if kind == pa.string() and len(table):
+            text = harmless(table[name][0].as_py())  # the same in all rows of a run
+            table = table.set_column(place, table.field(name), pa.repeat(pa.scalar(text, kind), len(table)))
+    return table
 
 
 def run_row(run: Finished, out: Path) -> dict[str, object]:

@@ -33,7 +33,7 @@ from protofed.experiments.folder import RunFolder, load_checkpoint
 from protofed.experiments.run import Experiment
 from protofed.experiments.summary import matrix
 from protofed.federation.plan import plan
-from protofed.files import write_text, written_atomically
+from protofed.files import CHECKSUM, harmless, make_folder, write_text, written_atomically
 from protofed.methods.catalogue import configured
 from protofed.methods.private import Private, as_asked
 from protofed.methods.search_spaces import Space, space_of
@@ -175,18 +175,25 @@ def run_trial(
 def write_note(folder: Path, outcome: Outcome, trace: str = "") -> None:
     """The trial is over: from now on it is read, not run."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    write_text(note_of(folder), json.dumps(asdict(outcome) | {"traceback": trace}, indent=2) + "\n")
+    note = asdict(outcome) | {"traceback": trace, CHECKSUM: _checksum(outcome)}
+    write_text(note_of(folder), json.dumps(note, indent=2) + "\n")
 
 
 def tried(trials: Path) -> Tried:
     """The rows of a trials.csv by method and by what each was made with."""
-    with open(trials, encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        if missing := {*TRIALS_SCHEMA.names} - {*(reader.fieldnames or ())}:
-            raise RunFolderError(
-                f"{trials} has no column {min(missing)}; give the trials.csv that `protofed tune` wrote"
-            )
-        return {(row["method"], row["made_with"]): row for row in reader}
+    way_out = "give the trials.csv that `protofed tune` wrote"
+    try:
+        with open(trials, encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            if missing := {*TRIALS_SCHEMA.names} - {*(reader.fieldnames or ())}:
+                raise RunFolderError(f"{trials} has no column {min(missing)}; {way_out}")
+            rows = {(row["method"], row["made_with"]): row for row in reader}
+        for row in rows.values():
+            if not row["failed"]:
+                float(row["ndcg@10"])
+    except (ValueError, TypeError, csv.Error) as problem:
+        raise RunFolderError(f"{trials} cannot be read ({problem}); {way_out}") from problem
+    return rows
 
 
 def take_over(search: Tuning, rows: Tried, out: Path) -> int:
@@ -280,10 +287,10 @@ def known_outcome(search: Tuning, trial: Trial, out: Path) -> Outcome | None:
     path = note_of(trial_folder(search, trial, out))
     if not path.is_file():
         return None
-    note = _read_note(path)
-    if note["made_with"] != digest(search, override(search.config, trial.settings)):
+    known = _outcome(path)
+    if known.made_with != digest(search, override(search.config, trial.settings)):
         raise RunFolderError(f"{path} was made with other events, settings or defaults; choose a new folder")
-    return _outcome(note)
+    return known
 
 
 def best_of(outcomes: Sequence[Outcome]) -> Outcome | None:
@@ -308,7 +315,7 @@ def write_best(search: Tuning, out: Path) -> Outcome | None:
 
 def outcomes_in(out: Path) -> list[Outcome]:
     """Every trial that is over, of every method, in order."""
-    found = [_outcome(_read_note(path)) for path in out.glob("*/trial-*.json")]
+    found = [_outcome(path) for path in out.glob("*/trial-*.json")]
     return sorted(found, key=lambda o: (o.method, o.trial))
 
 
@@ -319,7 +326,7 @@ def write_tables(out: Path) -> list[Outcome]:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(TRIALS_SCHEMA.names)
-    writer.writerows(rows)
+    writer.writerows([harmless(value) if isinstance(value, str) else value for value in row] for row in rows)
     write_text(out / "trials.csv", text.getvalue())
     table = pa.Table.from_pylist([dict(zip(TRIALS_SCHEMA.names, row, strict=True)) for row in rows], TRIALS_SCHEMA)
     with written_atomically(out / "trials.parquet") as unfinished:
@@ -339,7 +346,7 @@ def claim_folder(out: Path, asked: Mapping[str, object]) -> None:
     path = out / "tune.json"
     asked = json.loads(json.dumps(asked))
     if path.is_file():
-        held = _read_note(path)
+        held = _read_note(path, "choose a new folder")
         for key in sorted({*held, *asked}):
             if held.get(key) != asked.get(key):
                 was, now = held.get(key), asked.get(key)
@@ -349,7 +356,7 @@ def claim_folder(out: Path, asked: Mapping[str, object]) -> None:
         return
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunFolderError(f"--out {out} is not empty and holds no tune; choose a new folder")
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     write_text(path, json.dumps(asked, indent=2) + "\n")
 
 
@@ -363,14 +370,26 @@ def fingerprint(log: InteractionLog) -> str:
     return found.hexdigest()[:16]
 
 
-def _read_note(path: Path) -> dict[str, Any]:
+def _read_note(path: Path, way_out: str = "delete it, and the trial is judged again") -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as problem:
+    except (ValueError, TypeError) as problem:
+        raise RunFolderError(f"{path} cannot be read ({problem}); {way_out}") from problem
+
+
+def _outcome(path: Path) -> Outcome:
+    """What a trial's note says; a note that lacks something, or was changed after it was written, is refused."""
+    note = _read_note(path)
+    wanted = {field.name for field in fields(Outcome)}
+    if missing := {*wanted, CHECKSUM} - {*note}:
+        raise RunFolderError(f"{path} has no {min(missing)}; delete it, and the trial is judged again")
+    outcome = Outcome(**{name: note[name] for name in wanted})
+    if note[CHECKSUM] != _checksum(outcome):
         raise RunFolderError(
-            f"{path} cannot be read ({problem}); delete it, and the trial is judged again"
-        ) from problem
+            f"{path} is damaged: its checksum does not match; delete it, and the trial is judged again"
+        )
+    return outcome
 
 
-def _outcome(note: Mapping[str, Any]) -> Outcome:
-    return Outcome(**{key: note[key] for key in (field.name for field in fields(Outcome))})
+def _checksum(outcome: Outcome) -> str:
+    return hashlib.sha256(json.dumps(asdict(outcome), sort_keys=True).encode()).hexdigest()

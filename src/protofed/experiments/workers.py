@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
-from protofed.errors import MachineError, ProtoFedError
+from protofed.errors import MachineError, ProtoFedError, in_one_line
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -94,8 +94,8 @@ def _end_with_the_parent() -> None:
 
 def _sendable(problem: Exception) -> Exception:
     """Its text, as an error of the user's or not: not every class can be made from its text alone."""
-    if isinstance(problem, ProtoFedError):
-        return ProtoFedError(str(problem))
+    if isinstance(problem, ProtoFedError | OSError):
+        return ProtoFedError(in_one_line(problem))
     return RuntimeError(f"{type(problem).__name__}: {problem}")
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import quote
 
+from protofed.files import harmless
+
 MISSING = "–"
 MOST_NAMED = 8  # rows in one sentence
 
@@ -172,10 +174,10 @@ def interval(low: float, high: float, digits: int = 3) -> str:
 
 
 def to_csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Comma-separated text; unknown numbers are empty fields."""
+    """Comma-separated text; unknown numbers are empty fields, and no text is one that a spreadsheet runs."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(header)
+    writer.writerow([_field(name) for name in header])
     writer.writerows([_field(value) for value in row] for row in rows)
     return buffer.getvalue()
 
@@ -218,6 +220,8 @@ def _estimates_csv(columns: Sequence[Column], rows: Sequence[tuple[str, bool, Se
 
 
 def _field(value: object) -> object:
+    if isinstance(value, str):
+        return harmless(value)
     if not isinstance(value, float):
         return value
     return f"{value:.6g}" if math.isfinite(value) else ""

@@ -1,7 +1,6 @@
 """The page: everything computed, drawn and inlined into one HTML file."""
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -13,6 +12,7 @@ import numpy as np
 from protofed.errors import MissingExtra, ProtoFedError
 from protofed.evaluation.forgetting import af_over_time
 from protofed.experiments.grid import Cell as GridCell
+from protofed.files import make_folder, write_text
 from protofed.report import opening, provenance
 from protofed.report.ablations import ablation_part
 from protofed.report.beneficiaries import benefits
@@ -85,12 +85,7 @@ def build(runs_folder: Path, wanted: Sequence[GridCell] = ()) -> tuple[str, dict
 def write(page: str, out: Path) -> None:
     """The page at `out`, all of it or nothing."""
     check_target(out)
-    draft = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        draft.write_text(page, encoding="utf-8", newline="\n")
-        os.replace(draft, out)
-    finally:
-        draft.unlink(missing_ok=True)
+    write_text(out, page)
 
 
 def check_target(out: Path) -> None:
@@ -101,6 +96,7 @@ def check_target(out: Path) -> None:
         raise ProtoFedError(f"--out {out} is a folder; give a file, e.g. {out / 'report.html'}")
     if not out.parent.is_dir():
         raise ProtoFedError(f"--out {out}: there is no folder {out.parent}; create it first")
+    make_folder(out.parent)
 
 
 def summary(results: Sequence[Results], warned: Sequence[str], unfinished: Sequence[Unfinished]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from protofed.backbone import pretrain
 from protofed.backbone.pretrain import cached_warm_up, load_backbone
 from protofed.errors import ProtoFedError, RunFolderError
 from protofed.experiments import run as runs
-from protofed.experiments.folder import RunFolder, load_checkpoint, opened, save_slice
+from protofed.experiments.folder import RunFolder, check_slices, load_checkpoint, opened, save_slice
 from protofed.experiments.run import Experiment
 
 CONFIG = worlds.tiny_config(method="popularity", training__base_epochs=1)
@@ -62,12 +62,12 @@ def flips(path, count, seed=0):
 
 def test_a_flipped_bit_of_a_checkpoint_is_refused(tmp_path):
     state = {"a": torch.randn(20, 3), "n": torch.tensor(7), "h": torch.randn(4).bfloat16()}
-    save_slice(RunFolder(tmp_path), 3, {}, state)
+    save_slice(RunFolder(tmp_path), 0, {}, state)
     for place in flips(tmp_path / "checkpoint.safetensors", 400):
         with pytest.raises(RunFolderError, match=r"checkpoint.safetensors cannot be read .*; delete it to start"):
             pytest.fail(f"bit {place} gave {load_checkpoint(RunFolder(tmp_path))}")
     index, tensors = load_checkpoint(RunFolder(tmp_path))
-    assert index == 3
+    assert index == 0
     assert all(torch.equal(tensors[name], state[name]) for name in state)
 
 
@@ -128,6 +128,15 @@ def test_a_damaged_table_of_a_finished_slice_is_told_before_the_work(tmp_path, s
     refused_before_the_work(tmp_path, monkeypatch, rf"{name}.parquet .*{found}; delete .*checkpoint.safetensors to")
 
 
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"metrics-0.parquet": 3}', "\xff"])
+def test_checksums_that_are_damaged_themselves_are_told_before_the_work(tmp_path, stopped, monkeypatch, text):
+    path = stopped / "slices" / "checksums.json"
+    path.unlink()
+    if text is not None:
+        path.write_text(text, encoding="latin-1")
+    refused_before_the_work(tmp_path, monkeypatch, r"checksums.json cannot be read .*; delete .*checkpoint.safetensors")
+
+
 def test_deleting_the_checkpoint_as_advised_starts_a_damaged_run_again(tmp_path, stopped):
     (stopped / "slices" / "metrics-0.parquet").write_bytes(b"")
     (stopped / "checkpoint.safetensors").unlink()
@@ -138,7 +147,7 @@ def test_no_flipped_bit_of_a_finished_slices_tables_is_taken_for_a_result(stoppe
     for name in ("metrics-0", "per_user-1", "ranks-0"):
         for place in flips(stopped / "slices" / f"{name}.parquet", 100):
             with pytest.raises(RunFolderError, match=name):
-                pytest.fail(f"bit {place} of {name} gave {load_checkpoint(RunFolder(stopped))}")
+                pytest.fail(f"bit {place} of {name}: {check_slices(RunFolder(stopped), until=1)}")
 
 
 def test_a_stopped_run_whose_files_are_whole_goes_on(tmp_path, stopped):

@@ -260,7 +260,7 @@ GRID = '[grid]\ndatasets = ["synthetic"]\nmethods = ["frozen"]\n'
         ('[grid]\ndatasets = ["failed"]\nmethods = ["frozen"]\n', "must not be named 'failed'"),
         ("[grid]\nmethods = []\n", "the grid has no datasets; give --datasets"),
         ('[grid]\ndatasets = ["a"]\n', "the grid has no methods; give --methods"),
-        ("[grid\n", "the config is not valid TOML"),
+        ("[grid\n", "is not valid TOML"),
     ],
 )
 def test_a_mistake_in_the_file_is_one_clear_line(tmp_path, text, message):

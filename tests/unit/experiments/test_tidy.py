@@ -53,6 +53,15 @@ def test_every_metric_of_every_run_is_in_the_table_once(tmp_path, runs):
             assert (row["dataset"], row["preset"], row["variant"], row["seed"]) == ("synthetic", "small", "default", 0)
 
 
+def test_the_csv_holds_no_cell_that_a_spreadsheet_runs(tmp_path, runs):
+    out = place(runs, tmp_path / "bench", "popularity-0")
+    written = next(out.rglob("config.toml"))
+    written.write_text(written.read_text().replace('dataset = "synthetic"', 'dataset = "=2+3"'))
+    write_tables(out)
+    assert pacsv.read_csv(out / "results.csv")["dataset"].unique().to_pylist() == ["'=2+3"]
+    assert pq.read_table(out / "results.parquet")["dataset"].unique().to_pylist() == ["=2+3"]
+
+
 def test_the_csv_holds_the_same_rows(tmp_path, runs):
     out = place(runs, tmp_path / "bench", "popularity-0", "protofed-sp-0")
     write_tables(out)

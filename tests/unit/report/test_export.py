@@ -17,7 +17,7 @@ from scipy.stats import norm
 from protofed.errors import MissingExtra
 from protofed.report import export
 from protofed.report.export import Sheet, _md, _tex_table, overall, to_latex, to_markdown, to_tidy_csv
-from protofed.report.layout import Cell, Column
+from protofed.report.layout import Cell, Column, to_csv
 from protofed.report.runs import find_runs
 from protofed.report.sections import group
 from protofed.report.tables import Results, compute
@@ -286,3 +286,18 @@ def test_runs_without_users_have_no_differences_and_public_runs_no_privacy_table
     write_run(tmp_path / "a", flat(0.4), method="ewc", per_user=False)
     results = [compute(section) for section in group(find_runs(tmp_path)[0])]
     assert check_latex(to_latex(results, [])) == 2  # accuracy and costs
+
+
+FORMULAS = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\tx"]
+
+
+def test_no_cell_of_a_csv_is_a_formula_and_numbers_stay_numbers(tmp_path):
+    rows = [[text, -0.5, "-0.5", "+3", "–", math.nan] for text in FORMULAS]
+    header, *cells = csv.reader(io.StringIO(to_csv(["=head", "a", "b", "c", "d", "e"], rows), newline=""))
+    assert header[0] == "'=head"
+    assert [row[0] for row in cells] == [f"'{text}" for text in FORMULAS]
+    assert all(row[1:] == ["-0.5", "-0.5", "+3", "–", ""] for row in cells)
+    assert to_csv([], [["\r=1"], ["a\r=1"]]) == "\n' =1\na =1\n"
+    write_run(tmp_path / "run", flat(0.4), dataset="=HYPERLINK(1)")
+    found = to_tidy_csv([compute(section) for section in group(find_runs(tmp_path)[0])])
+    assert {row["dataset"] for row in csv.DictReader(io.StringIO(found))} == {"'=HYPERLINK(1)"}

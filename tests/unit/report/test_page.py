@@ -1,5 +1,6 @@
 """The page is one file, the same for the same runs, and safe whatever the runs are called."""
 
+import errno
 import html
 import json
 import re
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from run_folders import config_text, write_run
 
+from protofed import files
 from protofed.errors import MissingExtra, ProtoFedError
 from protofed.report import page, svg
 
@@ -178,10 +180,10 @@ def test_a_failed_write_keeps_the_old_page(tmp_path: Path, monkeypatch: pytest.M
     out.write_text("old")
 
     def full_disk(*_: object, **__: object) -> None:
-        raise OSError("no space left")
+        raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr(page.os, "replace", full_disk)
-    with pytest.raises(OSError, match="no space"):
+    monkeypatch.setattr(files.os, "replace", full_disk)
+    with pytest.raises(ProtoFedError, match=r"report.html: No space left on device; make room"):
         page.write("new", out)
     assert out.read_text() == "old"
     assert list(tmp_path.iterdir()) == [out]

@@ -1,0 +1,68 @@
+"""Settings at either end of their range: a run on a small log ends, or is refused in one line, within half a minute."""
+
+import signal
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import worlds
+from test_command_line import protofed
+
+from protofed.cli import main
+from protofed.config import RANGES, RunConfig, in_range, override
+from protofed.errors import ConfigError, ProtoFedError
+from protofed.experiments.run import Experiment
+
+SECONDS = 30
+PEFT = {"method": "prompt-tuning", "variant": "peft"}
+METHOD = {"protofed": {"method": "protofed-sp"}, "privacy": {"method": "protofed-sp"}, "peft": PEFT}
+
+
+def too_long(*_: object) -> NoReturn:
+    raise TimeoutError(f"still running after {SECONDS} s")
+
+
+def refusal(settings: dict[str, object], out: Path) -> str:
+    """Why the settings are refused; nothing where the run ends."""
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(SECONDS)
+    try:
+        config = in_range(override(worlds.tiny_config(training__base_epochs=1, training__slice_epochs=1), settings))
+        Experiment(config, worlds.tiny_log(), out / "cache").run(out / "run")
+    except ProtoFedError as problem:
+        return str(problem)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [0, 1], ids=["least", "most"])
+@pytest.mark.parametrize("key", RANGES)
+def test_a_setting_at_the_end_of_its_range_ends_or_is_refused(tmp_path, key, end):
+    old: Any = RunConfig()
+    for name in key.split("."):
+        old = getattr(old, name)
+    method = METHOD.get(key.split(".")[0], {"method": "finetune-last"})
+    assert len(refusal({**method, key: type(old)(RANGES[key][end])}, tmp_path).splitlines()) <= 1
+
+
+def test_prompts_cannot_read_more_tokens_than_the_backbone():
+    with pytest.raises(ConfigError, match=r"prompt_history must be at most backbone.history_length, got 51 and 50"):
+        in_range(override(RunConfig(), {"protofed.prompt_history": 51}))
+
+
+@pytest.mark.parametrize(
+    "problem", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")]
+)
+def test_a_machine_without_memory_is_one_line(tmp_path, monkeypatch, problem):
+    def full() -> NoReturn:
+        raise problem
+
+    monkeypatch.setattr(main, "app", full)
+    done = protofed("run", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr == "error: out of memory; use smaller settings or a smaller --clients. What is finished is kept\n"
+    )
