@@ -16,13 +16,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from protofed.client import lessons
+from protofed.client.upload import embed_prompts
 from protofed.data.interactions import InteractionLog
-from protofed.federation import lessons
 from protofed.federation import newcomers as introducing
+from protofed.federation import simulator
 from protofed.methods.baselines import dual_lora, federated_rounds
 from protofed.privacy import descent, draws
 from protofed.privacy.descent import PrivateDescent
+from protofed.privacy.upload import contributions
 from protofed.privacy.user_gradients import Rows
+from protofed.server import fedkmeans
 from protofed.server import newcomers as introductions
 from protofed.slices.histories import Histories, histories
 from protofed.slices.partition import SliceBounds
@@ -133,11 +137,12 @@ def capture_run(run: Callable[[], Any], stream: SliceStream, script: list[Tensor
     with pytest.MonkeyPatch.context() as patch:
         for module in (descent, lessons, dual_lora):
             patch.setattr(module, "uniform", capture.keyed(draws.uniform), raising=False)
-        for module in (descent, federated_rounds, introductions):
+        for module in (descent, federated_rounds, introductions, fedkmeans):
             patch.setattr(module, "add_gaussian_noise", capture.noise(module.add_gaussian_noise))
         watch_gradients(capture, patch)
         watch_clients(capture, patch)
         watch_introductions(capture, patch)
+        watch_uploads(capture, patch, stream)
         return capture, run()
 
 
@@ -228,6 +233,28 @@ def watch_introductions(capture: Capture, patch: pytest.MonkeyPatch) -> None:
         return introduced(said, wanted, std, noise)
 
     patch.setattr(introducing, "introduced", opened)
+
+
+def watch_uploads(capture: Capture, patch: pytest.MonkeyPatch, stream: SliceStream) -> None:
+    """ProtoFed-SP's prototypes: the row that each device's upload adds to the sums, before it is coded in 8 bits."""
+    simulate_round, make_upload = simulator.simulate_round, simulator.make_upload
+    number = {int(key): user for user, key in enumerate(stream._user_keys)}
+
+    def opened(*arguments: Any) -> Any:
+        capture.releases.append(Released())
+        return simulate_round(*arguments)
+
+    def watched(model: Any, state: Any, rule: Any, sources: Any, round_: int) -> Any:
+        upload = make_upload(model, state, rule, sources, round_)
+        rows, at = contributions(embed_prompts(model, state, rule)[:, 0].double(), upload.block, rule.upload)
+        for place, key in enumerate(state.users.tolist()):
+            table = torch.zeros(rule.upload.n_prototypes, rows.shape[1], dtype=torch.float64)
+            table[at[place]] = rows[place]
+            capture.releases[-1].add(number[key], {"sums": table.flatten()})
+        return upload
+
+    patch.setattr(simulator, "simulate_round", opened)
+    patch.setattr(simulator, "make_upload", watched)
 
 
 def length(found: Contribution) -> float:

@@ -5,6 +5,7 @@ added before, and the sums are no further apart than the sensitivity that the le
 `watch_...` in `neighbours.py` and a case here.
 """
 
+import math
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any
@@ -16,7 +17,7 @@ from neighbours import Capture, Without, assert_neighbouring, capture_run, someb
 from worlds import tiny_config, tiny_stream, warmed_up
 
 from protofed.backbone.training import PlainDescent
-from protofed.federation import newcomers
+from protofed.federation import newcomers, simulator
 from protofed.methods.baselines import federated, full_retrain
 from protofed.methods.baselines.ditto import Ditto
 from protofed.methods.baselines.fedavg import FedAvg
@@ -136,12 +137,45 @@ def test_federated_rounds_lack_the_missing_users_upload_alone(name, variant):
 
 
 def test_introductions_of_new_items_lack_what_the_missing_user_said_alone():
-    settings = {"privacy__wrap": False, "protofed__newcomers": "noised", "privacy__newcomer_noise": 1.5}
+    settings = {
+        "privacy__wrap": False,
+        "protofed__ablate": "static-prototypes",
+        "protofed__newcomers": "noised",
+        "privacy__newcomer_noise": 1.5,
+    }
     (whole, state, world), (without, _, _) = both(ProtoFedSP(), **settings)
     (release,) = [entry for entry in ProtoFedSP().releases(world, state) if entry.stream == "new items"]
     assert release.count == len(whole.releases) == 2
     assert {one.std for one in whole.releases} == {release.noise_multiplier}  # the sensitivity is 1
     assert_neighbouring(whole, without, somebody(tiny_stream()), 1.0)
+
+
+PROTOTYPES = {
+    "privacy__wrap": False,
+    "privacy__rounds_per_slice": 2,
+    "privacy__clip_radius": 1.0,
+    "protofed__newcomers": "mean-row",
+    "protofed__local_steps": 2,
+    "protofed__base_steps": 2,
+}
+
+
+def check_prototypes() -> Capture:
+    (whole, state, world), (without, _, _) = both(ProtoFedSP(), **PROTOTYPES)
+    (release,) = ProtoFedSP().releases(world, state)
+    assert release.count == len(whole.releases) == 4
+    (std,) = {one.std for one in whole.releases}
+    bound = std / release.noise_multiplier
+    assert bound == pytest.approx(math.hypot(1.0, 0.25))
+    assert_neighbouring(whole, without, somebody(tiny_stream()), bound)
+    return whole
+
+
+def test_prototypes_lack_the_missing_users_upload_alone():
+    whole = check_prototypes()
+    contributing = set(whole.releases[0].by_user)
+    later = set(tiny_stream()._users[slice(*tiny_stream().bounds[1].part("train"))].tolist())
+    assert contributing == later  # nobody is heard who has done nothing since the base block
 
 
 @pytest.mark.parametrize("name", ["frozen", "recicl"])
@@ -198,6 +232,18 @@ def test_a_planted_violation_is_caught(where, name, broken, said, monkeypatch):
     monkeypatch.setattr(where, name, broken)
     with pytest.raises(AssertionError, match=said):
         check(method_of("full-retrain"))
+
+
+def test_base_users_who_upload_without_later_events_are_caught(monkeypatch):
+    """What versions before 0.2.0 did: a base user's prompt stayed in the sums when the later events were gone."""
+
+    def as_before(stack: Any, coins: torch.Tensor, rule: Any) -> Any:
+        return chosen_of(replace(stack, contributes=stack.met), coins, rule)
+
+    chosen_of = simulator.chosen_of
+    monkeypatch.setattr(simulator, "chosen_of", as_before)
+    with pytest.raises(AssertionError, match="still adds"):
+        check_prototypes()
 
 
 def test_a_server_that_hears_base_events_in_federated_rounds_is_caught(monkeypatch):
