@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from protofed.client import lessons
 from protofed.data.interactions import InteractionLog
-from protofed.federation import lessons
 from protofed.federation import newcomers as introducing
 from protofed.methods.baselines import dual_lora, federated_rounds
 from protofed.privacy import descent, draws
