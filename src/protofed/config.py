@@ -85,7 +85,7 @@ class PrivacyConfig:
     count_weight: float = 0.25  # c: what a contribution adds to its prototype's count
     newcomer_share: float = 0.85  # of ε, for the release of new items' rows; the rounds get what is left
     newcomer_noise: float = 0.0  # multiplier of that release; 0: solved for its share (no budget: twice the rounds')
-    wrap: bool = False  # a method other than protofed-sp is private: by its own mechanism, else by private steps
+    wrap: bool = False  # a method is private: by its own mechanism, else by private steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,37 +266,6 @@ def ablated(config: ProtoFedConfig) -> frozenset[str]:
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(ABLATIONS)}"
             raise ConfigError(f"unknown ablation {name!r}; {hint}")
     return frozenset(names)
-
-
-def method_label(
-    method: str,
-    mode: str,
-    ablate: str,
-    *,
-    newcomers: str = "auto",
-    private: bool = False,
-    variant: str = "standard",
-) -> str:
-    """A method as tables name it: ProtoFed-SP with mode and what differs from it, others with variant and privacy."""
-    if method == "protofed-sp":
-        rows = [f"new items: {newcomers}"] if newcomers != "auto" else []
-        marks = [mode, *rows, *([f"without {ablate.replace(',', ', ')}"] if ablate else [])]
-    else:
-        marks = [name for name, on in ((variant, variant != "standard"), ("private", private)) if on]
-    return f"{method} ({', '.join(marks)})" if marks else method
-
-
-def run_label(config: RunConfig) -> str:
-    """A run as tables name it; hyper-parameters and other settings are told beside the table."""
-    settings = config.protofed
-    return method_label(
-        config.method,
-        settings.mode,
-        settings.ablate,
-        newcomers=settings.newcomers,
-        private=config.privacy.wrap,
-        variant=config.variant,
-    )
 
 
 def preset(name: object) -> RunConfig:

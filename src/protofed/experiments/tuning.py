@@ -34,7 +34,7 @@ from protofed.experiments.run import Experiment
 from protofed.experiments.summary import matrix
 from protofed.federation.plan import Stream, plan_releases
 from protofed.files import CHECKSUM, harmless, make_folder, write_text, written_atomically
-from protofed.methods.catalogue import configured
+from protofed.methods.catalogue import configured, private_by_itself
 from protofed.methods.private import Private, as_asked
 from protofed.methods.search_spaces import Space, space_of
 from protofed.progress import Progress, silent
@@ -260,7 +260,7 @@ def pseudo_config(search: Tuning, config: RunConfig) -> RunConfig:
 def pinned_noise(config: RunConfig) -> PrivacyConfig:
     """The privacy settings with the real stream's noise: a budget spread over fewer slices would buy less of it."""
     privacy, method = config.privacy, as_asked(configured(config), config)
-    own = config.method == "protofed-sp" and config.protofed.mode == "reference"
+    own = private_by_itself(config.method, config.protofed.mode)
     if not (privacy.wrap or own) or not privacy.target_epsilon:
         return privacy
     n_slices = config.stream.n_slices

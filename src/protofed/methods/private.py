@@ -33,6 +33,7 @@ from protofed.methods.baselines.reloop import ReLoop
 from protofed.methods.baselines.reloop2 import ReLoop2
 from protofed.methods.baselines.sail_piw import SailPIW
 from protofed.methods.baselines.synaptic_intelligence import SynapticIntelligence
+from protofed.methods.catalogue import METHODS, has_modes
 from protofed.methods.frozen import Frozen
 from protofed.methods.popularity import Popularity
 from protofed.methods.protocol import Diagnostics, Method, Releasing, World
@@ -181,8 +182,9 @@ def as_asked(method: Method[Any], config: RunConfig) -> Method[Any]:
 
 def checked(config: RunConfig) -> None:
     """Refuses settings under which private steps would promise what they do not keep."""
-    if config.method == "protofed-sp":
-        raise ConfigError("privacy.wrap is for methods other than protofed-sp, which is private in --mode reference")
+    if has_modes(config.method):
+        mode = METHODS[config.method].private_mode
+        raise ConfigError(f"privacy.wrap is for methods other than {config.method}, which is private in --mode {mode}")
     if config.privacy.trust != "central":
         raise ConfigError(f"private steps need privacy.trust = central, got {config.privacy.trust}")
     if config.scoring.popularity_prior:
