@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from protofed.config import read_toml, run_label
+from protofed.config import read_toml
+from protofed.methods.labels import run_label
 
 COLUMNS = (("sampled", "all"), ("sampled", "novel"), ("sampled", "repeat"), ("full", "all"), ("full", "novel"))
 STRATA = ("new_item", "known_item", "new_user", "returning", "empty_history", "unseen_item")

@@ -11,7 +11,7 @@ from statistics import mean, stdev
 import numpy as np
 import torch
 
-from protofed.config import from_toml, run_label
+from protofed.config import from_toml
 from protofed.evaluation.ranking import hit_rate, ndcg
 from protofed.evaluation.significance import (
     DRAWS,
@@ -23,6 +23,7 @@ from protofed.evaluation.significance import (
     percentile_interval,
 )
 from protofed.experiments.packed import CANDIDATES, by_index, decoded, read_packed
+from protofed.methods.labels import run_label
 from protofed.seeds import seed_of
 
 CELLS = ("default", "nodp", "private", "paper", "paper-nodp")  # of the overall tables; other variants have their own

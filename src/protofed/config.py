@@ -9,6 +9,7 @@ import tomllib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -16,31 +17,37 @@ from protofed.errors import ConfigError
 
 T = TypeVar("T")
 Value = bool | int | float | str
+Number = int | float
+
+
+def number(default: Number, least: Number, most: Number) -> Any:
+    """A setting's default and what it may be, ends included; a small log is done at either end."""
+    return field(default=default, metadata={"range": (least, most)})
 
 
 @dataclass(frozen=True, slots=True)
 class StreamConfig:
     """How time is cut."""
 
-    n_slices: int = 8  # T: wall-clock slices after the base block
+    n_slices: int = number(8, 1, 10_000)  # T: wall-clock slices after the base block
     base_fraction: float = 0.5  # share of the events in the base block D_0
     edges: Literal["count", "duration"] = "count"  # slices equally full, or equally long
     base: Literal["block", "slice-1"] = "block"  # base block, or the first of T equal slices
     row_order_history: bool = False  # let earlier rows of the same timestamp into a history
-    n_negatives: int = 99  # sampled candidates beside the positive
+    n_negatives: int = number(99, 1, 10_000)  # sampled candidates beside the positive
 
 
 @dataclass(frozen=True, slots=True)
 class BackboneConfig:
     """The sequential recommender f_theta (SASRec)."""
 
-    width: int = 64  # d
-    layers: int = 2
-    heads: int = 4
-    ffn_width: int = 1  # inner width of a block's feed-forward part, in multiples of d
-    history_length: int = 50  # L: how many recent tokens it reads
-    dropout: float = 0.5  # chosen on the base block's validation part; 0.2 over-fits (docs/results.md)
-    prompt_length: int = 8  # L_p: soft-prompt tokens of the prompt-aware warm-up
+    width: int = number(64, 1, 1_024)  # d
+    layers: int = number(2, 1, 100)
+    heads: int = number(4, 1, 1_000)
+    ffn_width: int = number(1, 1, 100)  # inner width of a block's feed-forward part, in multiples of d
+    history_length: int = number(50, 1, 100_000)  # L: how many recent tokens it reads
+    dropout: float = number(0.5, 0, 0.99)  # chosen on the base block's validation part; 0.2 over-fits (docs/results.md)
+    prompt_length: int = number(8, 1, 256)  # L_p: soft-prompt tokens of the prompt-aware warm-up
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,51 +55,51 @@ class TrainingConfig:
     """Gradient training, the same for every method."""
 
     loss: Literal["softmax", "bce", "bpr"] = "softmax"  # sampled softmax, pointwise or pairwise
-    negatives: int = 64  # uniform negatives per window
-    learning_rate: float = 1e-3
-    slice_learning_rate: float = 1e-3  # after the base block
-    weight_decay: float = 1e-4
-    max_grad_norm: float = 1.0
-    batch_size: int = 64  # windows per step
-    stride: int = 25  # at most so many targets in a window: a run of targets reads L - stride earlier tokens or more
-    base_epochs: int = 100  # cap in the base block
-    slice_epochs: int = 30  # cap in a slice
-    patience: int = 3  # epochs without a better validation part before stopping
+    negatives: int = number(64, 1, 10**6)  # uniform negatives per window
+    learning_rate: float = number(1e-3, 1e-12, 100)
+    slice_learning_rate: float = number(1e-3, 1e-12, 100)  # after the base block
+    weight_decay: float = number(1e-4, 0, 100)
+    max_grad_norm: float = number(1.0, 1e-12, 1e12)
+    batch_size: int = number(64, 1, 10**6)  # windows per step
+    stride: int = number(25, 1, 100_000)  # most targets in a window: they read L - stride earlier tokens or more
+    base_epochs: int = number(100, 0, 10**6)  # cap in the base block
+    slice_epochs: int = number(30, 0, 10**6)  # cap in a slice
+    patience: int = number(3, 1, 10**6)  # epochs without a better validation part before stopping
     selection: Literal["sampled", "full"] = "sampled"  # which validation NDCG@10 stops the training
-    prompt_rate: float = 0.5  # share of warm-up batches that carry a random prompt
+    prompt_rate: float = number(0.5, 0, 1)  # share of warm-up batches that carry a random prompt
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringConfig:
     """Switches that any method may be given; off unless a table says otherwise."""
 
-    popularity_prior: float = 0.0  # w of w * log(1 + train count of the slice); 0.5 where it is on
-    personal_memory: float = 0.0  # w of w * log(1 + 10 * sum of 0.5^(age / half-life)); 2 where it is on
-    memory_half_life_days: float = 30.0  # an event this old counts half
+    popularity_prior: float = number(0.0, 0, 1e6)  # w of w * log(1 + train count of the slice); 0.5 where on
+    personal_memory: float = number(0.0, 0, 1e6)  # w of w * log(1 + 10 * sum of 0.5^(age / half-life)); 2 where on
+    memory_half_life_days: float = number(30.0, 1e-6, 1e6)  # an event this old counts half
 
 
 @dataclass(frozen=True, slots=True)
 class PrivacyConfig:
     """What is promised, and at what price."""
 
-    target_epsilon: float = 3.4  # the budget of the whole stream; 0: no budget, the noise multiplier is given
-    noise_multiplier: float = 0.0  # of every round; 0: solved for the budget. With both, uploads stop at the budget
-    delta: float = 1e-5
+    target_epsilon: float = number(3.4, 0, 1_000)  # of the whole stream; 0: no budget, the noise multiplier is given
+    noise_multiplier: float = number(0.0, 0, 1e6)  # of every round; 0: solved. With both, uploads stop at the budget
+    delta: float = number(1e-5, 1e-300, 0.999999)
     trust: Literal["central", "secure-aggregation", "local"] = "central"  # whom the clients trust with what
-    sampling_rate: float = 0.05  # q: a client's chance to take part in a round; 1: everybody
-    rounds_per_slice: int = 20
-    clip_radius: float = 1.0
-    count_weight: float = 0.25  # c: what a contribution adds to its prototype's count
-    newcomer_share: float = 0.85  # of ε, for the release of new items' rows; the rounds get what is left
-    newcomer_noise: float = 0.0  # multiplier of that release; 0: solved for its share (no budget: twice the rounds')
-    wrap: bool = False  # a method other than protofed-sp is private: by its own mechanism, else by private steps
+    sampling_rate: float = number(0.05, 1e-9, 1)  # q: a client's chance to take part in a round; 1: everybody
+    rounds_per_slice: int = number(20, 0, 1_000)
+    clip_radius: float = number(1.0, 1e-6, 1e6)
+    count_weight: float = number(0.25, 1e-6, 1e6)  # c: what a contribution adds to its prototype's count
+    newcomer_share: float = number(0.85, 0, 1)  # of ε, for the release of new items' rows; the rounds get what is left
+    newcomer_noise: float = number(0.0, 0, 1e6)  # of that release; 0: solved (without a budget: twice the rounds')
+    wrap: bool = False  # a method is private: by its own mechanism, else by private steps
 
 
 @dataclass(frozen=True, slots=True)
 class PeftConfig:
     """The `peft` variant: one prompt of backbone.prompt_length tokens, shared by all, in a frozen backbone."""
 
-    learning_rate: float = 0.1  # of the prompt; new item rows learn at training.slice_learning_rate
+    learning_rate: float = number(0.1, 1e-12, 100)  # of the prompt; new item rows learn at training.slice_learning_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,37 +108,37 @@ class ProtoFedConfig:
 
     mode: Literal["reference", "literal", "nodp"] = "reference"
     ablate: str = ""  # parts left out, comma-separated (ABLATIONS)
-    prototypes: int = 0  # K; 0: as many as the cohort can feed
-    seedings: int = 1  # starts of the k-means that places the first prototypes; the tightest is taken
-    top_m: int = 4  # M: prototypes a query is routed to
-    temperature: float = 0.07  # tau of the router
-    embedding: int = 64  # d_z: width of what is uploaded
+    prototypes: int = number(0, 0, 65_536)  # K; 0: as many as the cohort can feed
+    seedings: int = number(1, 1, 10_000)  # starts of the k-means of the first prototypes; the tightest is taken
+    top_m: int = number(4, 1, 65_536)  # M: prototypes a query is routed to
+    temperature: float = number(0.07, 1e-6, 1e6)  # tau of the router
+    embedding: int = number(64, 1, 65_536)  # d_z: width of what is uploaded
     codec: Literal["auto", "linear", "mlp"] = "auto"  # auto: linear below 2,000 base users
     aggregator: Literal["fedkmeans", "geometric-median", "barycenter"] = "fedkmeans"
-    momentum: float = 0.1  # beta of the prototypes
-    margin: float = 0.5  # rho: least distance between prototypes
-    local_steps: int = 20  # of each client in a slice, spread over its rounds
-    base_steps: int = 20  # of each base user's simulated device in the base block
-    prompt_history: int = 0  # tokens prompts learn beside, own rows left out; 0: the whole context, together with rows
-    base_history: int = 0  # tokens those steps read: a short context leaves more to the prompt; 0: the backbone's
-    base_windows: int = 4  # newest windows of each base user that those steps read
-    long_rate: float = 5e-3  # eta_l
-    short_rate: float = 0.1  # eta_s
-    row_rate: float = 5e-3  # of a client's own item rows; 0 leaves them where they start
-    met_boost: float = 3.0  # an item just met starts with this much of what base users' rows gained on average
+    momentum: float = number(0.1, 0, 1)  # beta of the prototypes
+    margin: float = number(0.5, 0, 2)  # rho: least distance between prototypes
+    local_steps: int = number(20, 0, 200)  # of each client in a slice, spread over its rounds
+    base_steps: int = number(20, 0, 200)  # of each base user's simulated device in the base block
+    prompt_history: int = number(0, 0, 100_000)  # tokens prompts learn beside, less own rows; 0: all, with them
+    base_history: int = number(0, 0, 100_000)  # tokens those steps read: few leave more to prompts; 0: the backbone's
+    base_windows: int = number(4, 1, 10**6)  # newest windows of each base user that those steps read
+    long_rate: float = number(5e-3, 0, 100)  # eta_l
+    short_rate: float = number(0.1, 0, 1e6)  # eta_s
+    row_rate: float = number(5e-3, 0, 100)  # of a client's own item rows; 0 leaves them where they start
+    met_boost: float = number(3.0, 0, 1e3)  # an item just met starts with this much of base users' rows' mean gain
     at_once: bool = False  # items in a question's past count as just met before the device has learned a row for them
-    sparsity: float = 1.0  # lambda_p in multiples of a client's median gradient entry
+    sparsity: float = number(1.0, 0, 1e6)  # lambda_p in multiples of a client's median gradient entry
     group_sparsity: bool = False  # drop whole tokens of the short prompt
-    lambda_max: float = 1.0  # the strongest pull to the prototypes
-    gamma: float = 0.5  # weight of InfoNCE in the alignment
-    alignment_temperature: float = 0.1  # tau_a
+    lambda_max: float = number(1.0, 0, 1e6)  # the strongest pull to the prototypes
+    gamma: float = number(0.5, 0, 1e6)  # weight of InfoNCE in the alignment
+    alignment_temperature: float = number(0.1, 1e-6, 1e6)  # tau_a
     alignment: Literal["euclidean", "entropy", "wasserstein"] = "euclidean"
-    inner_prox_steps: int = 0  # 0: Algorithm 1's explicit long step; more: Eq. (3)
-    acceptance_prior: float = 5.0  # the base users' verdict on prompts and rows counts like so many events of one's own
-    carry: float = 0.5  # what of the short prompt survives the start of a session
-    session_gap_hours: float = 8.0  # a longer pause starts a session
+    inner_prox_steps: int = number(0, 0, 500)  # 0: Algorithm 1's explicit long step; more: Eq. (3)
+    acceptance_prior: float = number(5.0, 0, 1e9)  # base users' verdict on prompts and rows counts as so many events
+    carry: float = number(0.5, 0, 1)  # what of the short prompt survives the start of a session
+    session_gap_hours: float = number(8.0, 0, 1e6)  # a longer pause starts a session
     newcomers: Literal["auto", "mean-row", "noised"] = "auto"  # rows of new items; auto: as a rehearsal says
-    chunk: int = 512  # clients computed at once; changes memory and speed, not results
+    chunk: int = number(512, 1, 10**7)  # clients computed at once; changes memory and speed, not results
     bf16: bool = False  # backbone passes in bfloat16, on a GPU
     table: Literal["device", "host"] = "device"  # where the prompts of all users are kept
 
@@ -157,8 +164,8 @@ class RunConfig:
     method: str = "frozen"
     variant: Literal["standard", "peft"] = "standard"  # what slices change: the weights, or a prompt and new rows only
     preset: Literal["small", "paper"] = "small"
-    seed: int = 0
-    clients: int = 0  # keep so many users, drawn by a hash of their ids; 0 keeps all
+    seed: int = number(0, 0, 2**62)
+    clients: int = number(0, 0, 2**62)  # keep so many users, drawn by a hash of their ids; 0 keeps all
     stream: StreamConfig = field(default_factory=StreamConfig)
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -175,73 +182,19 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
 }
 
 
-RANGES: Mapping[str, tuple[float, float]] = {  # what a number may be, ends included; a small log is done at either end
-    "seed": (0, 2**62),
-    "clients": (0, 2**62),
-    "stream.n_slices": (1, 10_000),
-    "stream.n_negatives": (1, 10_000),
-    "backbone.width": (1, 1_024),
-    "backbone.layers": (1, 100),
-    "backbone.heads": (1, 1_000),
-    "backbone.ffn_width": (1, 100),
-    "backbone.history_length": (1, 100_000),
-    "backbone.dropout": (0, 0.99),
-    "backbone.prompt_length": (1, 256),
-    "training.negatives": (1, 10**6),
-    "training.learning_rate": (1e-12, 100),
-    "training.slice_learning_rate": (1e-12, 100),
-    "training.weight_decay": (0, 100),
-    "training.max_grad_norm": (1e-12, 1e12),
-    "training.batch_size": (1, 10**6),
-    "training.stride": (1, 100_000),
-    "training.base_epochs": (0, 10**6),
-    "training.slice_epochs": (0, 10**6),
-    "training.patience": (1, 10**6),
-    "training.prompt_rate": (0, 1),
-    "scoring.popularity_prior": (0, 1e6),
-    "scoring.personal_memory": (0, 1e6),
-    "scoring.memory_half_life_days": (1e-6, 1e6),
-    "privacy.target_epsilon": (0, 1_000),
-    "privacy.noise_multiplier": (0, 1e6),
-    "privacy.delta": (1e-300, 0.999999),
-    "privacy.sampling_rate": (1e-9, 1),
-    "privacy.rounds_per_slice": (0, 1_000),
-    "privacy.clip_radius": (1e-6, 1e6),
-    "privacy.count_weight": (1e-6, 1e6),
-    "privacy.newcomer_share": (0, 1),
-    "privacy.newcomer_noise": (0, 1e6),
-    "peft.learning_rate": (1e-12, 100),
-    "protofed.prototypes": (0, 65_536),
-    "protofed.seedings": (1, 10_000),
-    "protofed.top_m": (1, 65_536),
-    "protofed.temperature": (1e-6, 1e6),
-    "protofed.embedding": (1, 65_536),
-    "protofed.momentum": (0, 1),
-    "protofed.margin": (0, 2),
-    "protofed.local_steps": (0, 200),
-    "protofed.base_steps": (0, 200),
-    "protofed.prompt_history": (0, 100_000),
-    "protofed.base_history": (0, 100_000),
-    "protofed.base_windows": (1, 10**6),
-    "protofed.long_rate": (0, 100),
-    "protofed.short_rate": (0, 1e6),
-    "protofed.row_rate": (0, 100),
-    "protofed.met_boost": (0, 1e3),
-    "protofed.sparsity": (0, 1e6),
-    "protofed.lambda_max": (0, 1e6),
-    "protofed.gamma": (0, 1e6),
-    "protofed.alignment_temperature": (1e-6, 1e6),
-    "protofed.inner_prox_steps": (0, 500),
-    "protofed.acceptance_prior": (0, 1e9),
-    "protofed.carry": (0, 1),
-    "protofed.session_gap_hours": (0, 1e6),
-    "protofed.chunk": (1, 10**7),
-}
+@cache
+def ranges(kind: type = RunConfig, within: str = "") -> Mapping[str, tuple[Number, Number]]:
+    """What every number may be, by dotted name: a table's own first, then those of the tables in it."""
+    found = {f"{within}{f.name}": f.metadata["range"] for f in dataclasses.fields(kind) if "range" in f.metadata}
+    for name, hint in typing.get_type_hints(kind).items():
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            found |= ranges(hint, f"{within}{name}.")
+    return found
 
 
 def in_range(config: RunConfig) -> RunConfig:
     """The config itself, once every number lies where it may."""
-    for key, (least, most) in RANGES.items():
+    for key, (least, most) in ranges().items():
         value: Any = config
         for name in key.split("."):
             value = getattr(value, name)
@@ -266,37 +219,6 @@ def ablated(config: ProtoFedConfig) -> frozenset[str]:
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(ABLATIONS)}"
             raise ConfigError(f"unknown ablation {name!r}; {hint}")
     return frozenset(names)
-
-
-def method_label(
-    method: str,
-    mode: str,
-    ablate: str,
-    *,
-    newcomers: str = "auto",
-    private: bool = False,
-    variant: str = "standard",
-) -> str:
-    """A method as tables name it: ProtoFed-SP with mode and what differs from it, others with variant and privacy."""
-    if method == "protofed-sp":
-        rows = [f"new items: {newcomers}"] if newcomers != "auto" else []
-        marks = [mode, *rows, *([f"without {ablate.replace(',', ', ')}"] if ablate else [])]
-    else:
-        marks = [name for name, on in ((variant, variant != "standard"), ("private", private)) if on]
-    return f"{method} ({', '.join(marks)})" if marks else method
-
-
-def run_label(config: RunConfig) -> str:
-    """A run as tables name it; hyper-parameters and other settings are told beside the table."""
-    settings = config.protofed
-    return method_label(
-        config.method,
-        settings.mode,
-        settings.ablate,
-        newcomers=settings.newcomers,
-        private=config.privacy.wrap,
-        variant=config.variant,
-    )
 
 
 def preset(name: object) -> RunConfig:

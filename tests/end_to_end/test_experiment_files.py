@@ -12,10 +12,10 @@ from protofed.cli.run import settle
 from protofed.config import PrivacyConfig, to_toml
 from protofed.errors import ConfigError, DataError
 from protofed.experiments.grid import Cell, cells, read_grid
-from protofed.federation.plan import plan
+from protofed.federation.plan import Plan, plan_releases
 from protofed.methods.catalogue import METHODS, configured
 from protofed.methods.private import as_asked
-from protofed.methods.protofed_rules import as_run, keeps_the_claim, round_rule
+from protofed.methods.protofed_rules import as_run, keeps_the_claim, round_rule, streams_asked
 from protofed.report.sections import TRIVIAL
 from protofed.server.library import check_cohort
 from protofed.slices.partition import partition
@@ -157,12 +157,13 @@ def test_no_cell_of_protofed_sp_is_refused_when_it_starts():
         keeps_the_claim(as_run(config))
         private = config.protofed.mode == "reference"
         for newcomers in {False, private}:  # with and without the release of new items' rows
-            round_rule(config, 1, solved(config.privacy, config.stream.n_slices, private, newcomers), 1)
+            streams = streams_asked(config)[: 1 + newcomers]
+            round_rule(config, 1, solved(config.privacy, streams, private), 1)
 
 
 @cache
-def solved(privacy: PrivacyConfig, n_slices: int, private: bool, newcomers: bool) -> float:
-    return plan(privacy, n_slices, private=private, newcomers=newcomers).noise_multiplier
+def solved(privacy: PrivacyConfig, streams: Plan, private: bool) -> float:
+    return plan_releases(privacy, streams, private=private)[0].noise_multiplier
 
 
 def test_the_sensitivity_sweeps_five_settings_one_at_a_time():

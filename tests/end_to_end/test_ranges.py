@@ -9,7 +9,7 @@ import worlds
 from test_command_line import protofed
 
 from protofed.cli import main
-from protofed.config import RANGES, RunConfig, in_range, override
+from protofed.config import RunConfig, in_range, override, ranges
 from protofed.errors import ConfigError, ProtoFedError
 from protofed.experiments.run import Experiment
 
@@ -39,13 +39,13 @@ def refusal(settings: dict[str, object], out: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [0, 1], ids=["least", "most"])
-@pytest.mark.parametrize("key", RANGES)
+@pytest.mark.parametrize("key", ranges())
 def test_a_setting_at_the_end_of_its_range_ends_or_is_refused(tmp_path, key, end):
     old: Any = RunConfig()
     for name in key.split("."):
         old = getattr(old, name)
     method = METHOD.get(key.split(".")[0], {"method": "finetune-last"})
-    assert len(refusal({**method, key: type(old)(RANGES[key][end])}, tmp_path).splitlines()) <= 1
+    assert len(refusal({**method, key: type(old)(ranges()[key][end])}, tmp_path).splitlines()) <= 1
 
 
 def test_prompts_cannot_read_more_tokens_than_the_backbone():

@@ -49,7 +49,12 @@ CASES = [
     if type(entry.method) in WRAPPED and WRAPPED[type(entry.method)].later
 ]
 CHEAP = ("finetune-last", "full-retrain", "dual-lora", "er-random", "infer", "prefix-tuning")
-FEDERATED: dict[str, Any] = {"fedavg": FedAvg(ft_steps=0), "fedprox": FedProx(), "ditto": Ditto(), "fedrap": FedRAP()}
+FEDERATED: dict[str, Any] = {
+    "fedavg": FedAvg(ft_steps=0),
+    "fedprox": FedProx(),
+    "ditto": Ditto(local_steps=1),
+    "fedrap": FedRAP(local_steps=1),
+}
 Learned = tuple[Capture, Any, World]
 
 

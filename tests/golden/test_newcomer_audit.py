@@ -17,7 +17,7 @@ from torch import Tensor
 from worlds import random_model
 
 from protofed.client.introductions import Introductions, Map, clipped, coordinates, introductions, map_of
-from protofed.federation.plan import newcomer_releases
+from protofed.federation.plan import Stream, ledger
 from protofed.privacy.accountant import epsilon, gaussian_epsilon
 from protofed.privacy.mechanism import Noise, seeded_noise
 from protofed.seeds import stream
@@ -205,5 +205,5 @@ def all_slices(present: bool) -> np.ndarray:
 def test_a_stream_of_slices_leaks_what_the_ledger_charges_and_no_more():
     bound, promised = mu_lower_bound(all_slices(False), all_slices(True)), math.sqrt(SLICES) / Z
     assert 0.93 * promised <= bound <= promised
-    charged = epsilon(newcomer_releases(Z, SLICES), 1e-5)
+    charged = epsilon(ledger((Stream("new items", 1.0, SLICES, Z),)), 1e-5)
     assert gaussian_epsilon(bound, 1e-5) < charged <= 1.01 * gaussian_epsilon(promised, 1e-5)

@@ -13,7 +13,6 @@ from protofed.backbone import training
 from protofed.backbone.small_modules import small_parameters, with_weights
 from protofed.backbone.training import PlainDescent
 from protofed.cli.run import settle
-from protofed.config import method_label
 from protofed.errors import ConfigError
 from protofed.methods.baselines.buffer import Capacity
 from protofed.methods.baselines.ewc import EWC
@@ -27,6 +26,7 @@ from protofed.methods.baselines.sail_piw import SailPIW
 from protofed.methods.baselines.synaptic_intelligence import SynapticIntelligence
 from protofed.methods.catalogue import METHODS, configured
 from protofed.methods.frozen import rows_for
+from protofed.methods.labels import method_label
 from protofed.methods.protocol import World
 from protofed.methods.state import pack
 

@@ -16,12 +16,12 @@ from protofed.backbone.extras import Notes
 from protofed.backbone.small_modules import small_parameters
 from protofed.backbone.training import PlainDescent
 from protofed.cli.run import promised, settle
-from protofed.config import method_label
 from protofed.data.interactions import InteractionLog, from_codes
 from protofed.errors import ConfigError
 from protofed.experiments.run import Experiment
 from protofed.methods.catalogue import METHODS
 from protofed.methods.frozen import rows_for
+from protofed.methods.labels import method_label
 from protofed.methods.private import WRAPPED, Private, PrivateState, Trainings, as_asked, with_dp
 from protofed.methods.protocol import Releasing, World
 from protofed.methods.state import pack, unpack

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 import re
 import tomllib
 import typing
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 from protofed import config as module
 from protofed.config import (
     PRESETS,
-    RANGES,
     BackboneConfig,
     PeftConfig,
     PrivacyConfig,
@@ -29,6 +29,7 @@ from protofed.config import (
     parse_override,
     parsed,
     preset,
+    ranges,
     read_toml,
     to_toml,
 )
@@ -61,9 +62,9 @@ def test_any_config_is_written_and_read_back_exactly(config):
     assert override(RunConfig(), parsed(to_toml(config))) == config
 
 
-@pytest.mark.parametrize("key", RANGES)
+@pytest.mark.parametrize("key", ranges())
 def test_a_number_outside_its_range_is_one_line_that_names_it(key):
-    least, most = RANGES[key]
+    least, most = ranges()[key]
     for value in (least - 1, most * 2 + 1):
         with pytest.raises(ConfigError, match=f"^{key} must lie between .*, got {value}"):
             in_range(override(RunConfig(), {key: type(value)(value)}))
@@ -76,7 +77,17 @@ def test_every_number_has_a_range():
         for name, hint in typing.get_type_hints(kind).items()
         if hint in (int, float)
     }
-    assert numbers - set(RANGES) == {"stream.base_fraction"}  # partition says what it may be
+    assert numbers - set(ranges()) == {"stream.base_fraction"}  # partition says what it may be
+
+
+@pytest.mark.parametrize("kind", [RunConfig, *TABLES])
+def test_a_default_is_of_its_type_and_in_its_range(kind):
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        if hints[field.name] in (int, float):
+            assert type(field.default) is hints[field.name]
+            least, most = field.metadata.get("range", (-math.inf, math.inf))
+            assert least <= field.default <= most
 
 
 def test_a_width_that_the_heads_do_not_divide_is_refused():

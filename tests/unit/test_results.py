@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from protofed.config import from_toml, run_label
+from protofed.config import from_toml
 from protofed.experiments.packed import CANDIDATES, by_index, decoded, read_packed
+from protofed.methods.labels import run_label
 from protofed.privacy.accountant import epsilon
 from protofed.privacy.ledger import Release
 

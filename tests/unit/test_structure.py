@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import protofed
+from protofed.methods.catalogue import OURS
 
 SOURCE = Path(protofed.__file__).parent
 ORDER = (
@@ -52,6 +53,19 @@ def imported(path: Path) -> set[str]:
 def test_imports_point_upwards_only(path):
     place = ORDER.index(top_level(path))
     assert [name for name in imported(path) if ORDER.index(name) > place] == []
+
+
+def texts(path: Path) -> set[str]:
+    """String literals of a module, parts of f-strings among them, docstrings aside."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    literals = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in alone)
+    return {literal.value for literal in literals if isinstance(literal.value, str)}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_our_method_is_named_in_the_catalogue_alone(path):
+    assert path.name in ("catalogue.py", "search_spaces.py") or not any(OURS in text for text in texts(path))
 
 
 def test_public_names_exist_and_are_sorted():

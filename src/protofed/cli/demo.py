@@ -9,9 +9,10 @@ from rich.table import Table
 
 from protofed.cli.progress import shown
 from protofed.cli.run import CACHE, load, print_promise, promised, settle
+from protofed.methods.catalogue import OURS
 
 LABELS = {"sampled": "1+99", "full": "full"}
-METHODS = ("popularity", "frozen", "personal-memory", "finetune-last", "protofed-sp")
+METHODS = ("popularity", "frozen", "personal-memory", "finetune-last", OURS)
 
 
 def demo(
@@ -39,8 +40,8 @@ def demo(
             folder = Experiment(config, log, cache, pick_device(device), "protofed demo").run(out / method, progress)
         rows.append((method, summarise_run(folder)))
     console.print(table(rows, log.name))
-    print("protofed-sp, ", end="")
-    print_promise(promised(out / "protofed-sp" / "ledger.json", config, log))
+    print(f"{OURS}, ", end="")
+    print_promise(promised(out / OURS / "ledger.json", config, log))
     write(build(out)[0], report)
     console.print(f"wrote {report}: open it in a browser", highlight=False)
     if dataset == "synthetic":

@@ -15,7 +15,7 @@ from rich.table import Table
 from protofed.config import RunConfig, in_range, override, parse_override, preset, values_of
 from protofed.data.interactions import InteractionLog
 from protofed.errors import ConfigError, MissingExtra
-from protofed.methods.catalogue import METHODS, configured, method_named
+from protofed.methods.catalogue import METHODS, OURS, configured, has_modes, method_named
 from protofed.privacy.accountant import adjacency, epsilon, rounded_up
 from protofed.privacy.ledger import SHARE, claim, read_ledger, share_with_base_events
 from protofed.seeds import stream
@@ -32,11 +32,11 @@ def run(
     preset_name: Annotated[str | None, typer.Option("--preset", help="small (d = 64) or paper (d = 256)")] = None,
     seed: Annotated[int | None, typer.Option(help="weights, order, training negatives; never the candidates")] = None,
     clients: Annotated[int | None, typer.Option(help="keep so many users; 0 keeps all")] = None,
-    mode: Annotated[str | None, typer.Option(help="protofed-sp: reference, literal or nodp")] = None,
+    mode: Annotated[str | None, typer.Option(help=f"{OURS}: reference, literal or nodp")] = None,
     target_epsilon: Annotated[float | None, typer.Option(help="the privacy budget of the whole stream")] = None,
     noise_multiplier: Annotated[float | None, typer.Option(help="noise of every round, instead of a budget")] = None,
     trust: Annotated[str | None, typer.Option(help="central, secure-aggregation or local")] = None,
-    ablate: Annotated[list[str] | None, typer.Option(help="leave a part of protofed-sp out; repeatable")] = None,
+    ablate: Annotated[list[str] | None, typer.Option(help=f"leave a part of {OURS} out; repeatable")] = None,
     config: Annotated[Path | None, typer.Option(help="a TOML file of settings; flags go before it")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="key=value, e.g. training.negatives=32")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
@@ -84,9 +84,9 @@ def budget(target_epsilon: float | None, noise_multiplier: float | None) -> dict
 
 
 def wrapping(method: str, flags: Mapping[str, object]) -> dict[str, object]:
-    """A budget or a noise that is asked for makes a method learn privately; protofed-sp does so by itself."""
+    """A budget or a noise that is asked for makes a method learn privately; one with modes does so by itself."""
     asked = {"privacy.target_epsilon", "privacy.noise_multiplier"} & flags.keys()
-    return {"privacy.wrap": True} if asked and method != "protofed-sp" else {}
+    return {"privacy.wrap": True} if asked and not has_modes(method) else {}
 
 
 def promised(ledger: Path, config: RunConfig, log: InteractionLog) -> dict[str, object] | None:

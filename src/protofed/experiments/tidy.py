@@ -13,10 +13,11 @@ import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 
-from protofed.config import RunConfig, read_toml, run_label
+from protofed.config import RunConfig, read_toml
 from protofed.errors import ConfigError, RunFolderError
 from protofed.experiments.evaluate import METRICS_SCHEMA
 from protofed.files import harmless, locked, written_atomically
+from protofed.methods.labels import run_label
 from protofed.privacy.ledger import read_ledger
 
 FOLDERS = "*/*/*/seed-*/metrics.parquet"  # data set / method / variant / seed

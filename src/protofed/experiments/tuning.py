@@ -32,9 +32,9 @@ from protofed.evaluation.forgetting import accuracy
 from protofed.experiments.folder import RunFolder, load_checkpoint
 from protofed.experiments.run import Experiment
 from protofed.experiments.summary import matrix
-from protofed.federation.plan import plan
+from protofed.federation.plan import Stream, plan_releases
 from protofed.files import CHECKSUM, harmless, make_folder, write_text, written_atomically
-from protofed.methods.catalogue import configured
+from protofed.methods.catalogue import configured, private_by_itself
 from protofed.methods.private import Private, as_asked
 from protofed.methods.search_spaces import Space, space_of
 from protofed.progress import Progress, silent
@@ -260,13 +260,14 @@ def pseudo_config(search: Tuning, config: RunConfig) -> RunConfig:
 def pinned_noise(config: RunConfig) -> PrivacyConfig:
     """The privacy settings with the real stream's noise: a budget spread over fewer slices would buy less of it."""
     privacy, method = config.privacy, as_asked(configured(config), config)
-    own = config.method == "protofed-sp" and config.protofed.mode == "reference"
+    own = private_by_itself(config.method, config.protofed.mode)
     if not (privacy.wrap or own) or not privacy.target_epsilon:
         return privacy
     n_slices = config.stream.n_slices
     trainings = method.trainings.until(n_slices) if isinstance(method, Private) else n_slices
-    wanted = replace(privacy, rounds_per_slice=trainings * privacy.rounds_per_slice)
-    return replace(privacy, noise_multiplier=plan(wanted, 1, private=True).noise_multiplier, target_epsilon=0.0)
+    rounds = trainings * privacy.rounds_per_slice
+    (settled,) = plan_releases(privacy, (Stream("rounds", privacy.sampling_rate, rounds, privacy.noise_multiplier),))
+    return replace(privacy, noise_multiplier=settled.noise_multiplier, target_epsilon=0.0)
 
 
 def trial_folder(search: Tuning, trial: Trial, out: Path) -> Path:

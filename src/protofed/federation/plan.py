@@ -1,6 +1,7 @@
 """How much noise, and for how many rounds: the budget of a whole stream, settled before the first upload."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from protofed.config import PrivacyConfig
 from protofed.errors import ConfigError
@@ -8,69 +9,60 @@ from protofed.privacy.ledger import Ledger, Release
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """The noise of every round and the number of rounds that may happen in all."""
+class Stream:
+    """Noised statistics of one kind, as a method asks for them or, in a plan, as they may be released."""
 
-    noise_multiplier: float
-    rounds: int
-    newcomer_noise: float = 0.0  # of the release of new items' rows, once a slice by everybody; 0: there is none
+    name: str
+    sampling_rate: float
+    rounds: int  # releases in all slices together
+    noise_multiplier: float = 0.0  # 0: to be solved
+    share: float | None = None  # of ε, spent by this stream alone; None: what the others leave (one stream of a plan)
 
 
-NEWCOMERS = "new items"
+Plan = tuple[Stream, ...]
 
 
-def plan(privacy: PrivacyConfig, n_slices: int, *, private: bool, newcomers: bool = False) -> Plan:
-    """Noise solved for the target ε, or given; with both, as many rounds as the target pays for.
+def plan_releases(privacy: PrivacyConfig, streams: Sequence[Stream], *, private: bool = True) -> Plan:
+    """Every stream with its noise, solved for the target ε or given; with both, as many rounds as the target pays for.
 
-    The number of rounds is fixed ahead: stopping early on what was seen would itself have to be paid for. New items'
-    rows, where they are released, are paid for first, in all slices; everything is priced together.
+    The number of rounds is fixed ahead: stopping early on what was seen would itself have to be paid for. Streams with
+    a share are paid for first, in all slices; everything is priced together. Without privacy, all rounds, no noise.
     """
-    wanted = n_slices * privacy.rounds_per_slice
-    if not private or not wanted:
-        return Plan(0.0, wanted)
-    target, noise = privacy.target_epsilon, privacy.noise_multiplier
-    if not target and not noise:
+    if private and not privacy.target_epsilon and not all(one.noise_multiplier or not one.rounds for one in streams):
         raise ConfigError(
             "a private run needs --target-epsilon or --noise-multiplier, got 0 for both; --mode nodp runs without noise"
         )
-    rows = newcomer_noise(privacy, n_slices) if newcomers else 0.0
-    spent = newcomer_releases(rows, n_slices)
+    plan: dict[str, Stream] = {}
+    for asked in sorted(streams, key=lambda one: one.share is None):
+        spent = ledger(tuple(plan.values())) if asked.share is None else ()
+        plan[asked.name] = _paid(privacy, asked, spent) if private and asked.rounds else _silent(asked)
+    return tuple(plan[asked.name] for asked in streams)
+
+
+def ledger(plan: Plan, made: Mapping[str, int] | None = None) -> Ledger:
+    """What has been released once so many rounds of each stream were made; by default, all that the plan allows."""
+    counts = ((one, one.rounds if made is None else min(made[one.name], one.rounds)) for one in plan)
+    return tuple(Release(one.noise_multiplier, one.sampling_rate, count, one.name) for one, count in counts if count)
+
+
+def _silent(asked: Stream) -> Stream:
+    return replace(asked, noise_multiplier=0.0)
+
+
+def _paid(privacy: PrivacyConfig, asked: Stream, spent: Ledger) -> Stream:
+    """The stream with the noise that its part of the budget asks for, or with the rounds that it pays for."""
+    from protofed.privacy.accountant import noise_for, rounds_within
+
+    target, delta, trust, noise = privacy.target_epsilon, privacy.delta, privacy.trust, asked.noise_multiplier
     if not noise:
-        from protofed.privacy.accountant import noise_for
-
-        solved = noise_for(target, privacy.delta, privacy.sampling_rate, wanted, trust=privacy.trust, spent=spent)
-        return Plan(solved, wanted, rows)
-    if not target:
-        return Plan(noise, wanted, rows)
-    from protofed.privacy.accountant import rounds_within
-
-    release = Release(noise, privacy.sampling_rate, wanted)
-    paid = rounds_within(target, privacy.delta, release, trust=privacy.trust, spent=spent)
-    if not paid:
+        own = target if asked.share is None else asked.share * target
+        solved = noise_for(own, delta, asked.sampling_rate, asked.rounds, trust=trust, spent=spent)
+        return replace(asked, noise_multiplier=solved)
+    if not target or asked.share is not None:
+        return asked
+    rounds = rounds_within(target, delta, ledger((asked,))[0], trust=trust, spent=spent)
+    if not rounds:
         raise ConfigError(
             f"noise multiplier {noise:g} spends more than ε = {target:g} in its first round; raise it or the target"
         )
-    return Plan(noise, paid, rows)
-
-
-def newcomer_noise(privacy: PrivacyConfig, n_slices: int) -> float:
-    """The noise of the release of new items' rows: given, or what its share of the budget asks for."""
-    if privacy.newcomer_noise:
-        return privacy.newcomer_noise
-    if not privacy.target_epsilon:
-        return 2 * privacy.noise_multiplier
-    from protofed.privacy.accountant import noise_for
-
-    share = privacy.newcomer_share * privacy.target_epsilon
-    return noise_for(share, privacy.delta, 1.0, n_slices, trust=privacy.trust)
-
-
-def newcomer_releases(noise: float, slices: int) -> Ledger:
-    """The ledger of so many slices' releases of new items' rows."""
-    return (Release(noise, 1.0, slices, NEWCOMERS),) if noise and slices else ()
-
-
-def releases(privacy: PrivacyConfig, settled: Plan, rounds: int) -> Ledger:
-    """The ledger after so many rounds."""
-    done = min(rounds, settled.rounds)
-    return (Release(settled.noise_multiplier, privacy.sampling_rate, done),) if done else ()
+    return replace(asked, rounds=rounds)

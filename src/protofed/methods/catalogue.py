@@ -43,22 +43,32 @@ class Entry:
     summary: str
     settings: Mapping[str, object] = field(default_factory=dict)
     variants: tuple[str, ...] = ("standard",)
+    trivial: bool = False  # no more than a floor for the others
+    private_mode: str = ""  # the protofed.mode in which it is private by itself; "": it has no modes
 
 
+OURS = "protofed-sp"  # the method that reports are about
 BOTH = ("standard", "peft")
 PEFT = {"variant": "peft"}  # methods that know no other
 
 
 METHODS: Mapping[str, Entry] = {
-    "popularity": Entry(Popularity(), "train counts of the slice, the same for everybody"),
-    "frozen": Entry(Frozen(), "base backbone; new items get rows, nothing else learns"),
-    "frozen-no-new-rows": Entry(Frozen(new_rows=False), "base backbone as it is; new items share the mean row"),
+    "popularity": Entry(Popularity(), "train counts of the slice, the same for everybody", trivial=True),
+    "frozen": Entry(Frozen(), "base backbone; new items get rows, nothing else learns", trivial=True),
+    "frozen-no-new-rows": Entry(
+        Frozen(new_rows=False), "base backbone as it is; new items share the mean row", trivial=True
+    ),
     "personal-memory": Entry(
-        Frozen(), "frozen, plus the user's own past items, recent ones more", {"scoring.personal_memory": 2.0}
+        Frozen(),
+        "frozen, plus the user's own past items, recent ones more",
+        {"scoring.personal_memory": 2.0},
+        trivial=True,
     ),
     "finetune-last": Entry(FineTuneLast(), "all weights, warm-started, trained on the current slice", variants=BOTH),
-    "protofed-sp": Entry(
-        ProtoFedSP(), "prompts and own rows on the devices, prototypes shared under differential privacy"
+    OURS: Entry(
+        ProtoFedSP(),
+        "prompts and own rows on the devices, prototypes shared under differential privacy",
+        private_mode="reference",
     ),
     "full-retrain": Entry(FullRetrain(), "all weights, from scratch, on everything so far", variants=BOTH),
     "ewc": Entry(EWC(), "fine-tuned, held where the past's likelihood is sensitive (Fisher)", variants=BOTH),
@@ -99,6 +109,16 @@ def method_named(name: str) -> Entry:
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(METHODS)}"
         raise ConfigError(f"unknown method {name!r}; {hint}")
     return METHODS[name]
+
+
+def has_modes(method: str) -> bool:
+    """Whether the method is private by a mode of its own, and not by being wrapped; one of another version is not."""
+    return method in METHODS and bool(METHODS[method].private_mode)
+
+
+def private_by_itself(method: str, mode: str) -> bool:
+    """Whether the method's own mechanism keeps the claim in this protofed.mode."""
+    return has_modes(method) and METHODS[method].private_mode == mode
 
 
 def configured(config: RunConfig, entry: Entry | None = None) -> Method[Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from protofed.backbone.training import Descend
 from protofed.config import PrivacyConfig, RunConfig
 from protofed.errors import ConfigError
-from protofed.federation.plan import plan
+from protofed.federation.plan import Stream, ledger, plan_releases
 from protofed.methods.baselines.adapters import AdapterCL, Adapters
 from protofed.methods.baselines.ccd import CCD
 from protofed.methods.baselines.dual_lora import DualLoRA
@@ -33,11 +33,12 @@ from protofed.methods.baselines.reloop import ReLoop
 from protofed.methods.baselines.reloop2 import ReLoop2
 from protofed.methods.baselines.sail_piw import SailPIW
 from protofed.methods.baselines.synaptic_intelligence import SynapticIntelligence
+from protofed.methods.catalogue import METHODS, has_modes
 from protofed.methods.frozen import Frozen
 from protofed.methods.popularity import Popularity
 from protofed.methods.protocol import Diagnostics, Method, Releasing, World
 from protofed.privacy.descent import Meter, PrivateDescent
-from protofed.privacy.ledger import Ledger, Release
+from protofed.privacy.ledger import Ledger
 from protofed.slices.histories import Queries
 from protofed.slices.leaks import Evidence
 from protofed.slices.stream import TimeSlice
@@ -111,10 +112,9 @@ class Private:
         checked(world.config)
         privacy, n_slices = world.config.privacy, world.config.stream.n_slices
         wanted = self.trainings.until(n_slices) * privacy.rounds_per_slice
-        settled = plan(replace(privacy, rounds_per_slice=wanted), 1, private=True)
-        return PrivateState(
-            self.method.start(world), settled.noise_multiplier, settled.rounds, 0, slice_index=world.base.index
-        )
+        (steps,) = plan_releases(privacy, (steps_stream(privacy, wanted, privacy.noise_multiplier),))
+        start = self.method.start(world)
+        return PrivateState(start, steps.noise_multiplier, steps.rounds, 0, slice_index=world.base.index)
 
     def learn(
         self, world: World, state: PrivateState, slice_: TimeSlice, descend: Descend
@@ -155,7 +155,12 @@ class Private:
         """All noised gradients so far and those of the next slices."""
         privacy = world.config.privacy
         done = self._rounds_after(privacy, state, state.slice_index + slices_ahead)
-        return (Release(state.noise_multiplier, privacy.sampling_rate, done, STREAM),) if done else ()
+        return ledger((steps_stream(privacy, state.allowed_rounds, state.noise_multiplier),), {STREAM: done})
+
+
+def steps_stream(privacy: PrivacyConfig, rounds: int, noise_multiplier: float) -> Stream:
+    """What private steps release: sums of users' clipped gradients, noised."""
+    return Stream(STREAM, privacy.sampling_rate, rounds, noise_multiplier)
 
 
 def with_dp(method: Method[Any]) -> Private:
@@ -177,8 +182,9 @@ def as_asked(method: Method[Any], config: RunConfig) -> Method[Any]:
 
 def checked(config: RunConfig) -> None:
     """Refuses settings under which private steps would promise what they do not keep."""
-    if config.method == "protofed-sp":
-        raise ConfigError("privacy.wrap is for methods other than protofed-sp, which is private in --mode reference")
+    if has_modes(config.method):
+        mode = METHODS[config.method].private_mode
+        raise ConfigError(f"privacy.wrap is for methods other than {config.method}, which is private in --mode {mode}")
     if config.privacy.trust != "central":
         raise ConfigError(f"private steps need privacy.trust = central, got {config.privacy.trust}")
     if config.scoring.popularity_prior:

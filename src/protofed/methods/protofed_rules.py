@@ -5,6 +5,7 @@ from dataclasses import replace
 from protofed.client.model import VARIANTS, LocalRule
 from protofed.config import RunConfig, ablated
 from protofed.errors import ConfigError
+from protofed.federation.plan import Plan, Stream
 from protofed.privacy.upload import RoundRule, UploadRule
 
 PRINTED_STEPS = 3  # 3 epochs of batches larger than a client's slice
@@ -96,6 +97,17 @@ def as_run(config: RunConfig) -> RunConfig:
     k = settings.prototypes or PRINTED_PROTOTYPES
     return replace(
         config, protofed=replace(settings, prototypes=k, local_steps=min(settings.local_steps, PRINTED_STEPS))
+    )
+
+
+def streams_asked(config: RunConfig) -> Plan:
+    """What the private mode releases: prototypes, round by round, and new items' rows, once a slice by everybody."""
+    privacy, n_slices = config.privacy, config.stream.n_slices
+    rounds, noise = n_slices * privacy.rounds_per_slice, privacy.noise_multiplier
+    rows = privacy.newcomer_noise or (0.0 if privacy.target_epsilon else 2 * noise)
+    return (
+        Stream("prototypes", privacy.sampling_rate, rounds, noise),
+        Stream("new items", 1.0, n_slices if rounds else 0, rows, privacy.newcomer_share),
     )
 
 

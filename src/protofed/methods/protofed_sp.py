@@ -24,7 +24,7 @@ from protofed.client.state import DeviceState, columns, new_device, resize, sele
 from protofed.config import RunConfig
 from protofed.evaluation.efficiency import broadcast_bytes, module_bytes, tensor_bytes
 from protofed.federation.newcomers import Newcomers, met_newcomers, nobody_new, rehearsed, worth_telling
-from protofed.federation.plan import Plan, newcomer_releases, plan, releases
+from protofed.federation.plan import Plan, ledger, plan_releases
 from protofed.federation.preparation import prepare
 from protofed.federation.rounds import Costs
 from protofed.federation.simulator import Schedule, finish_slice, simulate_slice
@@ -37,6 +37,7 @@ from protofed.methods.protofed_rules import (
     local_rule,
     may_introduce,
     round_rule,
+    streams_asked,
     uploads_happen,
 )
 from protofed.privacy.ledger import Ledger
@@ -83,8 +84,8 @@ class ProtoFedSP:
         """The base block: encoders, first prototypes, base users' devices; and the noise the budget asks for."""
         config = as_run(world.config)
         keeps_the_claim(config)
-        planned, maps = plan_noise(world, config)
-        round_rule(config, 1, planned.noise_multiplier, world.base.past.n_users)  # refused before any work
+        (prototypes, rows), maps = plan_noise(world, config)
+        round_rule(config, 1, prototypes.noise_multiplier, world.base.past.n_users)  # refused before any work
         if config.protofed.mode == "reference" and config.protofed.prototypes:
             check_cohort(config.protofed.prototypes, config.privacy.sampling_rate, world.base.past.n_users)
         made = prepare(config, world.base, world.backbone, local_rule(config), world.progress)
@@ -102,9 +103,9 @@ class ProtoFedSP:
             just_met=made.just_met,
             prior=made.prior,
             newcomers=nobody_new(maps),
-            newcomer_noise=planned.newcomer_noise,
-            noise_multiplier=planned.noise_multiplier,
-            allowed_rounds=planned.rounds,
+            newcomer_noise=rows.noise_multiplier,
+            noise_multiplier=prototypes.noise_multiplier,
+            allowed_rounds=prototypes.rounds,
             rounds=0,
             slice_index=world.base.index,
             newest_target=int(world.base.train_positions[-1]),
@@ -150,10 +151,15 @@ class ProtoFedSP:
         config = as_run(world.config)
         if config.protofed.mode != "reference":
             return ()
-        settled = Plan(state.noise_multiplier, state.allowed_rounds)
+        prototypes, rows = streams_asked(config)
         rounds = state.rounds + slices_ahead * config.privacy.rounds_per_slice
-        prototypes = releases(config.privacy, settled, rounds) if uploads_happen(config) else ()
-        return prototypes + newcomer_releases(state.newcomer_noise, state.slice_index + slices_ahead)
+        slices = state.slice_index + slices_ahead
+        made = {
+            prototypes.name: rounds if uploads_happen(config) else 0,
+            rows.name: slices if state.newcomer_noise else 0,
+        }
+        prototypes = replace(prototypes, noise_multiplier=state.noise_multiplier, rounds=state.allowed_rounds)
+        return ledger((prototypes, replace(rows, noise_multiplier=state.newcomer_noise)), made)
 
 
 def choices_of(config: RunConfig, state: ProtoFedState) -> dict[str, int | float]:
@@ -237,16 +243,16 @@ def introduced(world: World, state: ProtoFedState, slice_: TimeSlice) -> tuple[P
 
 def plan_noise(world: World, config: RunConfig) -> tuple[Plan, Float[Tensor, "T f d"]]:
     """The noise of the stream, and the maps from new items' noised sums to rows; none where they are not worth it."""
-    private, n_slices = config.protofed.mode == "reference", config.stream.n_slices
-    nothing = torch.zeros(0, 1, config.backbone.width)
-    without = plan(config.privacy, n_slices, private=private)
+    prototypes, rows = streams_asked(config)
+    private, nothing = config.protofed.mode == "reference", torch.zeros(0, 1, config.backbone.width)
+    without = plan_releases(config.privacy, (prototypes, replace(rows, rounds=0)), private=private)
     if not may_introduce(config):
         return without, nothing
-    settled = plan(config.privacy, n_slices, private=private, newcomers=True)
-    noise, seed = settled.newcomer_noise, config.seed
-    maps = rehearsed(world.backbone, world.base, n_slices, noise, seed)
+    plan = plan_releases(config.privacy, (prototypes, rows), private=private)
+    noise, seed = plan[1].noise_multiplier, config.seed
+    maps = rehearsed(world.backbone, world.base, config.stream.n_slices, noise, seed)
     if config.protofed.newcomers == "noised" or worth_telling(world.backbone, world.base, maps, noise, seed):
-        return settled, maps
+        return plan, maps
     return without, nothing
 
 

@@ -25,6 +25,7 @@ HYPER_RANGES: Mapping[str, tuple[float, float]] = {  # by the last part of the n
     "keep_plastic": (0, 1),
     "keep_stable": (0, 1),
     "learning_rate": (1e-12, 100),
+    "local_steps": (0, 200),
     "length": (1, 1e5),
     "local_rate": (1e-12, 100),
     "lora_rate": (1e-12, 100),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from protofed.evaluation.significance import Difference, bootstrap_difference, mean_and_std
+from protofed.methods.catalogue import OURS
 from protofed.report.intervals import per_user
 from protofed.report.layout import Cell, Column, Line, Missing, Part, Table, interval, number, to_csv
 from protofed.report.runs import Measure, Run
@@ -27,7 +28,7 @@ def ablation_part(section: Section) -> Part | Missing:
     """Each row with one factor switched, and its distance to the full row on the seeds both have."""
     found = ablations(section)
     if not found:
-        return Missing(TITLE, "no two protofed-sp rows differ in protofed.ablate (or another single factor) alone")
+        return Missing(TITLE, f"no two {OURS} rows differ in protofed.ablate (or another single factor) alone")
     columns = [
         Column("mean" if place % 2 == 0 else "minus full", HEADINGS[place // 2], ranked=False) for place in range(6)
     ]

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 from protofed.evaluation.significance import PerUser, bootstrap_difference
 from protofed.evaluation.strata import MIN_QUERIES, TERTILES, benjamini_hochberg, sign_flip_p, tertiles
+from protofed.methods.catalogue import OURS
 from protofed.report.intervals import by_user, per_user, users_of
 from protofed.report.layout import Drawing, Missing, Part, to_csv
 from protofed.report.plots import Dot, dot_plot, volcano
@@ -64,7 +65,7 @@ def benefits(results: Results) -> tuple[Part | Missing, ...]:
     """The first ProtoFed-SP row against the best row of another method, and against the frozen backbone."""
     ours, others = flagship(results.section), rivals(results)
     if ours is None or not others:
-        return (Missing(TITLE, "it takes a protofed-sp row and a row of another method"),)
+        return (Missing(TITLE, f"it takes a {OURS} row and a row of another method"),)
     parts: list[Part | Missing] = []
     for other in others:
         seeds = [seed for seed in ours.seeds if seed in other.seeds]
@@ -78,7 +79,7 @@ def rivals(results: Results) -> tuple[Row, ...]:
     """The best row of another method and the frozen one, without repeats."""
     section = results.section
     aside = side_rows(section)
-    others = [row for row in section.rows if row.method != "protofed-sp" and row.label not in aside]
+    others = [row for row in section.rows if not row.is_ours and row.label not in aside]
     others.sort(key=lambda row: (-np.nan_to_num(results.estimates[row.label][key_of(MAIN)].mean), row.label))
     return tuple(others[:1] + [row for row in others[1:] if row.method == "frozen"][:1])
 

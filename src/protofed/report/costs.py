@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from protofed.methods.catalogue import OURS
 from protofed.report.journal import told_mean
 from protofed.report.layout import MISSING, Cell, Column, Line, Missing, Part, Table, number, to_csv
 from protofed.report.runs import Run
@@ -134,9 +135,9 @@ def equal_bytes(results: Results) -> Part | Missing:
     aside = side_rows(section)
     costs = {row.label: cost_of(row) for row in section.rows if row.label not in aside}
     order = sorted((c.traffic, label) for label, c in costs.items() if math.isfinite(c.traffic))
-    ours = {row.label for row in section.rows if row.method == "protofed-sp"}
+    ours = {row.label for row in section.rows if row.is_ours}
     if len(order) < 2 or not ours & {label for _, label in order}:
-        silent = "protofed-sp does not tell its bytes" if ours & set(costs) else "there is no protofed-sp row"
+        silent = f"{OURS} does not tell its bytes" if ours & set(costs) else f"there is no {OURS} row"
         return Missing("At equal bytes", silent if order else "no row tells bytes_up and bytes_down")
     columns = (
         Column("both ways", WIRE, "up and down together", lower_is_better=True),

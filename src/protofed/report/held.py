@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from protofed.methods.catalogue import private_by_itself
 from protofed.report.layout import MISSING, Cell, Column, Line, Table, to_csv
 from protofed.report.runs import Run, Unfinished
 from protofed.report.sections import alike, by_stream
@@ -39,7 +40,7 @@ def held(runs: Sequence[Run], unfinished: Sequence[Unfinished]) -> tuple[Held, .
 
 def privacy_of(config: Mapping[str, Any]) -> str:
     """Whether the settings ask for noise: ProtoFed-SP's private mode does, and what is wrapped."""
-    ours = config["method"] == "protofed-sp" and config.get("protofed", {}).get("mode", "reference") == "reference"
+    ours = private_by_itself(config["method"], config.get("protofed", {}).get("mode", "reference"))
     return NOISED if ours or config.get("privacy", {}).get("wrap", False) else PLAIN
 
 

@@ -49,13 +49,13 @@ def forest(found: Results) -> Drawing:
     """NDCG@10 of the leading rows with their intervals over users."""
     name = f"{found.section.slug}-forest"
     rows = sorted(compared(found), key=lambda row: (-known(found, row), row.label))
-    ours = [row for row in rows if row.method == "protofed-sp" or row.is_trivial]
+    ours = [row for row in rows if row.is_ours or row.is_trivial]
     shown = [row for row in rows if row in ours or row in rows[: max(0, MOST_DOTS - len(ours))]][:MOST_DOTS]
     dots, tidy = [], []
     for row in shown:
         e = found.estimates[row.label][KEY]
-        look = OURS if row.method == "protofed-sp" else TRIVIAL if row.is_trivial else OTHERS
-        dots.append(Dot(row.label, look, e.mean, e.low, e.high, strong=row.method == "protofed-sp"))
+        look = OURS if row.is_ours else TRIVIAL if row.is_trivial else OTHERS
+        dots.append(Dot(row.label, look, e.mean, e.low, e.high, strong=row.is_ours))
         tidy.append((row.label, e.mean, e.low, e.high))
     left = len(rows) - len(shown)
     caption = f"{found.section.title}: NDCG@10, all events, sampled candidates, 95 % interval over users"

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from protofed.config import RunConfig, method_label
+from protofed.config import RunConfig
+from protofed.methods.catalogue import METHODS, OURS, has_modes
+from protofed.methods.labels import method_label
 from protofed.report.runs import Run, Unfinished
 
-TRIVIAL = ("frozen", "frozen-no-new-rows", "personal-memory", "popularity")
+TRIVIAL = tuple(name for name, entry in METHODS.items() if entry.trivial)
 NOT_SETTINGS = ("seed", "out", "root", "device")  # they may differ between the seeds of one row
 ANSWERED = ("dataset", "clients", "stream")  # what decides the queries, and so who may be compared
 AnyRun = TypeVar("AnyRun", bound=Run | Unfinished)
@@ -31,6 +33,10 @@ class Row:
     @property
     def is_trivial(self) -> bool:
         return self.method in TRIVIAL
+
+    @property
+    def is_ours(self) -> bool:
+        return self.method == OURS
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +126,7 @@ def _section(title: str, found: Sequence[Run]) -> Section:
 def method_name(config: Mapping[str, Any]) -> str:
     """The method with its mode, variant and privacy, as tables name it."""
     settings, private = config.get("protofed", {}), bool(config.get("privacy", {}).get("wrap", False))
-    if config["method"] == "protofed-sp" and not settings:
+    if has_modes(config["method"]) and not settings:
         return str(config["method"])
     return method_label(
         config["method"],

@@ -45,7 +45,7 @@ class Sweep:
 
 def flagship(section: Section) -> Row | None:
     """The ProtoFed-SP row the page is about: nothing left out, the reference mode before others."""
-    ours = [row for row in section.rows if row.method == "protofed-sp" and not row_settings(row).get("protofed.ablate")]
+    ours = [row for row in section.rows if row.is_ours and not row_settings(row).get("protofed.ablate")]
     swept = side_rows(section)
 
     def order(row: Row) -> tuple[bool, bool, int, str]:
@@ -69,7 +69,7 @@ def hyper_defaults(method: str) -> dict[str, Any]:
 
 def ablations(section: Section) -> tuple[Ablation, ...]:
     """Every ProtoFed-SP row that switches one factor off, with its full row; rows that share no seed are left out."""
-    ours = [row for row in section.rows if row.method == "protofed-sp"]
+    ours = [row for row in section.rows if row.is_ours]
     found = []
     for setting, default in FACTORS.items():
         for members in _alike(ours, (setting,)):

@@ -38,7 +38,7 @@ def verdict(found: Results) -> tuple[str, ...]:
     rows = [row for row in rows if math.isfinite(known(found, row))]
     values = {row.label: known(found, row) for row in rows}
     trivial = [row.label for row in rows if row.is_trivial]
-    ours = [row.label for row in rows if row.method == "protofed-sp"]
+    ours = [row.label for row in rows if row.is_ours]
     return (
         _with_value(values, [row.label for row in rows]),
         some([label for label, level in rivals_of_the_best(found).items() if level]) or NONE,

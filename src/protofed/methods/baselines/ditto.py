@@ -1,10 +1,10 @@
 """Ditto (Li et al. 2021, Ditto: Fair and Robust Federated Learning Through Personalization).
 
 What we implement: the server's w by federated averaging; beside it every client keeps v_u, which minimises its own loss
-+ strength / 2 ||v_u - w||^2, for ever. After the slice's rounds all active clients take `protofed.local_steps` steps on
-v_u, as many as ProtoFed-SP's clients, pulled to the w broadcast then; queries are answered with v_u, or with w by users
-who have none. v_u is the last block and the final norm in the standard variant (item table and all else stay w's), a
-prompt in the peft variant: there it is ProtoFed-SP with one global prompt as the only anchor.
++ strength / 2 ||v_u - w||^2, for ever. After the slice's rounds all active clients take `local_steps` steps on v_u, by
+default as many as ProtoFed-SP's clients, pulled to the w broadcast then; queries are answered with v_u, or with w by
+users who have none. v_u is the last block and the final norm in the standard variant (item table and all else stay
+w's), a prompt in the peft variant: there it is ProtoFed-SP with one global prompt as the only anchor.
 How it differs: the reference moves v_u in the rounds a client is sampled for, about one a slice here; every active
 client steps once the rounds are over, whatever its coins. The pull is strength, not strength / 2, times the distance.
 With strength 0 the copies train purely locally.
@@ -60,6 +60,7 @@ class Ditto:
     optimiser: Literal["adamw", "sgd"] = "adamw"
     personal_rate: float = 3e-4
     peft_personal_rate: float = 1e-2
+    local_steps: int = 20  # of each client on its copy, in a slice
     chunk: int = 64
 
     def start(self, world: World) -> FederatedState:
@@ -71,8 +72,7 @@ class Ditto:
         peft, clip = bool(len(state.prompt)), world.config.training.max_grad_norm
         local = LocalSteps(self.epochs, self.peft_rate if peft else self.rate, self.optimiser, clip)
         rate = self.peft_personal_rate if peft else self.personal_rate
-        steps = world.config.protofed.local_steps
-        own = LocalSteps(steps, rate, self.optimiser, clip, pull=self.strength)
+        own = LocalSteps(self.local_steps, rate, self.optimiser, clip, pull=self.strength)
         state, data, told = averaged(world, state, slice_, local, self.chunk)
         state, more = with_personal_steps(world, state, data, slice_, own, self.chunk)
         return state, {**told, **more, "personal_copies": len(state.owners)}

@@ -21,8 +21,9 @@ from torch import Tensor
 from protofed.backbone.injection import rescale_like
 from protofed.backbone.sasrec import SASRec, grown
 from protofed.client.lessons import ClientData, client_data
+from protofed.config import PrivacyConfig
 from protofed.errors import ConfigError
-from protofed.federation.plan import Plan, plan, releases
+from protofed.federation.plan import Stream, ledger, plan_releases
 from protofed.federation.stacked import PROMPT, Layout, layout_of
 from protofed.methods.frozen import rows_for
 from protofed.methods.protocol import World
@@ -67,7 +68,9 @@ def started(world: World, *, prompted: bool) -> FederatedState:
     privacy, config = world.config.privacy, world.config.backbone
     if privacy.wrap and privacy.trust != "central":
         raise ConfigError(f"federated baselines are private under central trust only, got trust {privacy.trust!r}")
-    settled = plan(privacy, world.config.stream.n_slices, private=privacy.wrap)
+    wanted = world.config.stream.n_slices * privacy.rounds_per_slice
+    asked = weights_stream(privacy, wanted, privacy.noise_multiplier)
+    (weights,) = plan_releases(privacy, (asked,), private=privacy.wrap)
     device = world.backbone.items.device
     prompt = torch.zeros(0, config.width, device=device)
     if prompted:
@@ -78,8 +81,8 @@ def started(world: World, *, prompted: bool) -> FederatedState:
         prompt=prompt,
         owners=torch.zeros(0, dtype=torch.int64, device=device),
         personal=torch.zeros(0, 0, device=device),
-        noise_multiplier=settled.noise_multiplier,
-        allowed_rounds=settled.rounds,
+        noise_multiplier=weights.noise_multiplier,
+        allowed_rounds=weights.rounds,
         rounds=0,
         slice_index=world.base.index,
         newest_target=int(world.base.train_positions[-1]),
@@ -156,6 +159,10 @@ def released(world: World, state: FederatedState, slices_ahead: int) -> Ledger:
     privacy = world.config.privacy
     if not privacy.wrap:
         return ()
-    settled = Plan(state.noise_multiplier, state.allowed_rounds)
-    ledger = releases(privacy, settled, state.rounds + slices_ahead * privacy.rounds_per_slice)
-    return tuple(replace(release, stream="weights") for release in ledger)
+    weights = weights_stream(privacy, state.allowed_rounds, state.noise_multiplier)
+    return ledger((weights,), {weights.name: state.rounds + slices_ahead * privacy.rounds_per_slice})
+
+
+def weights_stream(privacy: PrivacyConfig, rounds: int, noise_multiplier: float) -> Stream:
+    """What these methods release: sums of clients' noised movements."""
+    return Stream("weights", privacy.sampling_rate, rounds, noise_multiplier)

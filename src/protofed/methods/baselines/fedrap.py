@@ -10,7 +10,7 @@ curriculum lambda_r = lambda * tanh(r / 10), and mu_r alike, follows the rounds 
 How it differs: the original has no sequence encoder. In its released code the curriculum never reaches the loss and the
 separation has no bound, so that the loss can fall for ever; here it does and it has. The original moves D in the rounds
 a client is sampled for; then C's upload would depend on earlier coins. Here D and b are fixed during the rounds, and
-every active client takes `protofed.local_steps` steps on them once the rounds are over, whatever its coins.
+every active client takes `local_steps` steps on them once the rounds are over, whatever its coins.
 In the peft variant only rows of items that appeared after the base block belong to C's trainable part.
 Privacy: see `federated`; the upload is C's movement over all trainable rows, touched or not.
 """
@@ -223,6 +223,7 @@ class FedRAP:
     epochs: int = 3
     rate: float = 1e-3  # of C
     own_rate: float = 1e-3  # of D and b
+    local_steps: int = 20  # of each client on D and b, in a slice
     optimiser: Literal["adamw", "sgd"] = "adamw"
     chunk: int = 64
 
@@ -254,7 +255,7 @@ class FedRAP:
         shared = after_slice(state.shared, server, rounds.count, data, slice_)
         users = data.users.to(model.items.device)
         own = with_pairs(state.own, server.model, slice_.past, slice_.bounds[-1].train_end, users)
-        steps = LocalSteps(world.config.protofed.local_steps, self.own_rate, self.optimiser, training.max_grad_norm)
+        steps = LocalSteps(self.local_steps, self.own_rate, self.optimiser, training.max_grad_norm)
         weights = self.penalties(shared.rounds)
         after = own_steps(world, server.model, FedRAPState(shared, own), data, slice_, steps, weights, self.chunk)
         width = world.config.backbone.width
