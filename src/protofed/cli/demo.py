@@ -40,7 +40,7 @@ def demo(
         rows.append((method, summarise_run(folder)))
     console.print(table(rows, log.name))
     print("protofed-sp, ", end="")
-    print_promise(promised(out / "protofed-sp" / "ledger.json", config, log))
+    print_promise(promised(out / "protofed-sp" / "ledger.json", config.privacy.delta))
     write(build(out)[0], report)
     console.print(f"wrote {report}: open it in a browser", highlight=False)
     if dataset == "synthetic":

@@ -36,6 +36,8 @@ from protofed.methods.baselines.synaptic_intelligence import SynapticIntelligenc
 from protofed.methods.frozen import Frozen
 from protofed.methods.popularity import Popularity
 from protofed.methods.protocol import Diagnostics, Method, Releasing, World
+from protofed.methods.protofed_sp import ProtoFedSP
+from protofed.privacy.accountant import check_ahead
 from protofed.privacy.descent import Meter, PrivateDescent
 from protofed.privacy.ledger import Ledger, Release
 from protofed.slices.histories import Queries
@@ -168,11 +170,24 @@ def with_dp(method: Method[Any]) -> Private:
 
 
 def as_asked(method: Method[Any], config: RunConfig) -> Method[Any]:
-    """The method as it is, or with private steps where the config wraps it and it has no mechanism of its own."""
+    """The method as it is, or with private steps where the config wraps it and it has no mechanism of its own.
+
+    What a private run cannot promise is refused here, before any work.
+    """
+    by_itself = isinstance(method, ProtoFedSP) and config.protofed.mode == "reference"
+    if by_itself or config.privacy.wrap:
+        check_given_noise(config)
     if not config.privacy.wrap:
         return method
     checked(config)
     return method if isinstance(method, Releasing) else with_dp(method)
+
+
+def check_given_noise(config: RunConfig) -> None:
+    """Refuses a noise without a budget whose ε could not be computed; with a budget the plan of rounds looks at it."""
+    privacy, rounds = config.privacy, config.stream.n_slices * config.privacy.rounds_per_slice
+    if rounds and privacy.noise_multiplier and not privacy.target_epsilon:
+        check_ahead((Release(privacy.noise_multiplier, privacy.sampling_rate, rounds),), trust=privacy.trust)
 
 
 def checked(config: RunConfig) -> None:
