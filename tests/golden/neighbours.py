@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from protofed.client import lessons
 from protofed.data.interactions import InteractionLog
-from protofed.federation import lessons
 from protofed.federation import newcomers as introducing
 from protofed.methods.baselines import dual_lora, federated_rounds
 from protofed.privacy import descent, draws
@@ -188,7 +188,7 @@ def in_table(rows: Rows | None, n_rows: int) -> Contribution:
 def watch_clients(capture: Capture, patch: pytest.MonkeyPatch) -> None:
     """Federated baselines: the movement of each client of a stack, clipped by the real function as if alone."""
     one_round, trained, clipped_sum = (
-        getattr(federated_rounds, name) for name in ("one_round", "cohort_trained", "clipped_sum")
+        getattr(federated_rounds, name) for name in ("one_round", "train_cohort", "clipped_sum")
     )
     ids: list[int] = []
 
@@ -210,13 +210,13 @@ def watch_clients(capture: Capture, patch: pytest.MonkeyPatch) -> None:
         return clipped_sum(deltas, radius)
 
     patch.setattr(federated_rounds, "one_round", opened)
-    patch.setattr(federated_rounds, "cohort_trained", remembered)
+    patch.setattr(federated_rounds, "train_cohort", remembered)
     patch.setattr(federated_rounds, "clipped_sum", apart)
 
 
 def watch_introductions(capture: Capture, patch: pytest.MonkeyPatch) -> None:
     """ProtoFed-SP's new items: what each client says about them, all together."""
-    introduced = introducing.introduced
+    sum_introductions = introducing.sum_introductions
 
     def opened(said: Any, wanted: Tensor, std: float, noise: Any) -> Tensor:
         release = Released()
@@ -225,9 +225,9 @@ def watch_introductions(capture: Capture, patch: pytest.MonkeyPatch) -> None:
             table = torch.zeros(len(wanted), said.values.shape[1], dtype=torch.float64)
             release.add(user, {"items": table.index_add(0, said.items[mine], said.values[mine].double()).flatten()})
         capture.releases.append(release)
-        return introduced(said, wanted, std, noise)
+        return sum_introductions(said, wanted, std, noise)
 
-    patch.setattr(introducing, "introduced", opened)
+    patch.setattr(introducing, "sum_introductions", opened)
 
 
 def length(found: Contribution) -> float:

@@ -74,7 +74,7 @@ def introductions(
     pairs, which = np.unique(users * len(wanted) + items, return_inverse=True)
     summed = torch.zeros(len(pairs), values.shape[1]).index_add(0, torch.from_numpy(which), values)
     whose, what = torch.from_numpy(pairs // len(wanted)), torch.from_numpy(pairs % len(wanted))
-    return Introductions(whose, what, clipped(whose, summed, radius))
+    return Introductions(whose, what, clip_introductions(whose, summed, radius))
 
 
 def places(
@@ -92,7 +92,7 @@ def places(
     return torch.zeros(len(events), where.shape[1]).index_add(0, at, where[source]) / total.clamp(min=1)[:, None]
 
 
-def clipped(whose: Int[Tensor, " M"], values: Float[Tensor, "M r1"], radius: float) -> Float[Tensor, "M r1"]:
+def clip_introductions(whose: Int[Tensor, " M"], values: Float[Tensor, "M r1"], radius: float) -> Float[Tensor, "M r1"]:
     """The values, all of a client's together no longer than the radius; one who says what is no number says nothing."""
     n = int(whose.max()) + 1 if len(whose) else 0
     length = torch.zeros(n, dtype=torch.float64).index_add(0, whose, values.double().square().sum(-1)).sqrt()

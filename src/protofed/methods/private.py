@@ -110,7 +110,7 @@ class Private:
 
     def start(self, world: World) -> PrivateState:
         """The method's own start, and the noise that all rounds of the whole stream together ask for."""
-        checked(world.config)
+        check_private_settings(world.config)
         privacy, n_slices = world.config.privacy, world.config.stream.n_slices
         wanted = self.trainings.until(n_slices) * privacy.rounds_per_slice
         settled = plan(replace(privacy, rounds_per_slice=wanted), 1, private=True)
@@ -179,7 +179,7 @@ def as_asked(method: Method[Any], config: RunConfig) -> Method[Any]:
         check_given_noise(config)
     if not config.privacy.wrap:
         return method
-    checked(config)
+    check_private_settings(config)
     return method if isinstance(method, Releasing) else with_dp(method)
 
 
@@ -190,7 +190,7 @@ def check_given_noise(config: RunConfig) -> None:
         check_ahead((Release(privacy.noise_multiplier, privacy.sampling_rate, rounds),), trust=privacy.trust)
 
 
-def checked(config: RunConfig) -> None:
+def check_private_settings(config: RunConfig) -> None:
     """Refuses settings under which private steps would promise what they do not keep."""
     if config.method == "protofed-sp":
         raise ConfigError("privacy.wrap is for methods other than protofed-sp, which is private in --mode reference")

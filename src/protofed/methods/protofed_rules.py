@@ -79,7 +79,7 @@ def may_use(config: RunConfig) -> tuple[bool, ...]:
     return tuple((prompt or not with_prompt) and (rows or not with_rows) for with_prompt, with_rows in VARIANTS)
 
 
-def keeps_the_claim(config: RunConfig) -> None:
+def check_claim(config: RunConfig) -> None:
     """Refuses what would share raw events next to noised prototypes."""
     if config.protofed.mode == "reference" and config.scoring.popularity_prior:
         raise ConfigError(

@@ -62,7 +62,7 @@ class Server:
         return self.layout.size + int(self.rows.sum()) * self.model.config.width
 
 
-def started(world: World, *, prompted: bool) -> FederatedState:
+def start_state(world: World, *, prompted: bool) -> FederatedState:
     """The warmed-up backbone, a first shared prompt where there is to be one, and the noise the budget asks for."""
     privacy, config = world.config.privacy, world.config.backbone
     if privacy.wrap and privacy.trust != "central":
@@ -151,7 +151,7 @@ def evidence_of(state: FederatedState) -> Evidence:
     return Evidence(state.slice_index, newest_target=state.newest_target, item_rows=state.backbone.n_rows)
 
 
-def released(world: World, state: FederatedState, slices_ahead: int) -> Ledger:
+def list_releases(world: World, state: FederatedState, slices_ahead: int) -> Ledger:
     """What has left the devices so far and what the next slices will make leave; nothing where nothing is noised."""
     privacy = world.config.privacy
     if not privacy.wrap:
