@@ -66,7 +66,7 @@ def _rehearse_map(
 
 
 def worth_telling(public: SASRec, base: TimeSlice, maps: Float[Tensor, "T f d"], std: float, seed: int) -> bool:
-    """Whether told rows give back at least a tenth of what learned ones are worth, and cost nothing elsewhere.
+    """Whether predicted rows recover a tenth of what learned rows gain, without loss on other items.
 
     The items that arrived in the block's second half (or in fewer eighths, where the stream has fewer slices) play
     newcomers: their rows are taken away, then told from that half's noised introductions, and the validation events are

@@ -92,7 +92,7 @@ class PairedWindows:
 
 
 def select_clients(data: ClientData, who: Bool[Tensor, " A"]) -> ClientData:
-    """The windows of some of the active clients."""
+    """The data of the clients that `who` selects."""
     counts = data.starts.diff()
     windows = take(data.windows, torch.repeat_interleave(who, counts).nonzero()[:, 0])
     return ClientData(data.users[who], windows, F.pad(counts[who].cumsum(0), (1, 0)))
@@ -101,7 +101,7 @@ def select_clients(data: ClientData, who: Bool[Tensor, " A"]) -> ClientData:
 def draw_negatives_of_steps(
     windows: Windows, steps: int, n: int, n_items: int, *, seed: int, key: int
 ) -> Int[Tensor, "S W n"]:
-    """The negatives of steps key, key + 1, ...: a window's own, whatever the stack it is in."""
+    """Negatives for steps key, key + 1, ...; a window's negatives do not depend on the stack it is in."""
     each = [negatives_of(windows, n, n_items, seed=seed, step=key + step) for step in range(steps)]
     return torch.stack(each) if each else torch.zeros(0, len(windows), n, dtype=torch.int64)
 
@@ -141,7 +141,7 @@ def stacked_losses(
 
 
 def row_lookup(table: Float[Tensor, "P d"] | None) -> Embed | None:
-    """Rows by their place in a table; what stands for no item gets some row, which nothing reads."""
+    """A function that looks rows up by their place in a table; padding gets some row, which nothing reads."""
     return None if table is None else lambda places: F.embedding(places.clamp(min=0), table)
 
 
@@ -249,7 +249,7 @@ def squared_norms(stack: Stack, owners: Int[Tensor, " P"]) -> Float[Tensor, " U"
 
 
 def clip_slopes(slope: Stack, owners: Int[Tensor, " P"], max_norm: float) -> tuple[Stack, Bool[Tensor, " U"]]:
-    """Each client's gradient no longer than the norm, and whose is finite."""
+    """Each client's gradient clipped to `max_norm`, and which clients have a finite one."""
     length = squared_norms(slope, owners).sqrt()
     factor = torch.where(length > max_norm, max_norm / length, 1.0).to(slope.dense.dtype)
     return Stack(slope.dense * factor[:, None], slope.rows * factor[owners][:, None]), length.isfinite()

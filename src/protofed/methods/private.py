@@ -184,14 +184,14 @@ def as_asked(method: Method[Any], config: RunConfig) -> Method[Any]:
 
 
 def check_given_noise(config: RunConfig) -> None:
-    """Refuses a noise without a budget whose ε could not be computed; with a budget the plan of rounds looks at it."""
+    """Refuse a noise without a budget whose ε could not be computed; with a budget, planning the rounds checks it."""
     privacy, rounds = config.privacy, config.stream.n_slices * config.privacy.rounds_per_slice
     if rounds and privacy.noise_multiplier and not privacy.target_epsilon:
         check_ahead((Release(privacy.noise_multiplier, privacy.sampling_rate, rounds),), trust=privacy.trust)
 
 
 def check_private_settings(config: RunConfig) -> None:
-    """Refuses settings under which private steps would promise what they do not keep."""
+    """Refuse settings under which private steps would promise what they do not keep."""
     if config.method == "protofed-sp":
         raise ConfigError("privacy.wrap is for methods other than protofed-sp, which is private in --mode reference")
     if config.privacy.trust != "central":

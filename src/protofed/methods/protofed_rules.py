@@ -80,7 +80,7 @@ def may_use(config: RunConfig) -> tuple[bool, ...]:
 
 
 def check_claim(config: RunConfig) -> None:
-    """Refuses what would share raw events next to noised prototypes."""
+    """Refuse settings that would share raw events next to noised prototypes."""
     if config.protofed.mode == "reference" and config.scoring.popularity_prior:
         raise ConfigError(
             "scoring.popularity_prior counts raw events and must be 0 in the private mode, "

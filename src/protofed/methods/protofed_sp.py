@@ -228,7 +228,7 @@ def with_public_rows(
 
 
 def add_new_item_rows(world: World, state: ProtoFedState, slice_: TimeSlice) -> tuple[ProtoFedState, dict[str, Any]]:
-    """Rows of all items that came after the base block, from this slice's and earlier noised introductions."""
+    """The state with rows for all items after the base block, from the noised introductions of all slices so far."""
     noise = seeded_noise(stream(world.config.seed, "newcomer noise", slice_.index))
     newcomers, backbone, said = release_introductions(
         state.newcomers, world.backbone, slice_, state.newcomer_noise, noise

@@ -209,7 +209,7 @@ def compact_local_sums(uploads: PointUploads, rule: UploadRule, std: float) -> F
 
 
 def write_out(z: Float[Tensor, "U d_z"], block: Int[Tensor, " U"], rule: UploadRule) -> Float[Tensor, "U K row"]:
-    """Contributions written out, zero rows and all."""
+    """Contributions as dense (K, row) tables, zero rows included."""
     rows, at = contributions(z, block, rule)
     full = torch.zeros(len(rows), rule.n_prototypes, rule.width + 1, dtype=rows.dtype, device=rows.device)
     return full.scatter_(1, at[:, None, None].expand(-1, 1, rows.shape[1]), rows[:, None])

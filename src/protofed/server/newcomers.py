@@ -19,7 +19,7 @@ RIDGE = 1e-3
 def sum_introductions(
     said: Introductions, wanted: Bool[Tensor, " I"], std: float, noise: Noise
 ) -> Float[Tensor, "I r1"]:
-    """Sums over clients for every wanted item, with noise in all of them, met or not; nothing elsewhere."""
+    """Noised sums over clients for every wanted item, met or not; zeros for all other items."""
     sums = torch.zeros(len(wanted), said.values.shape[1], dtype=torch.float64)
     sums.index_add_(0, said.items, said.values.double())
     noised = add_gaussian_noise(sums[wanted], std, noise)
@@ -27,7 +27,7 @@ def sum_introductions(
 
 
 def row_features(sums: Float[Tensor, "n r1"]) -> Float[Tensor, "n f"]:
-    """What a row is told from: doubted mean coordinates, log count, and a constant."""
+    """Features that predict a row: shrunken mean coordinates, log count and a constant."""
     count = sums[:, :1].clamp(min=0)
     return torch.cat([sums[:, 1:] / (count + DOUBT), count.log1p(), torch.ones_like(count)], dim=1)
 
@@ -35,7 +35,7 @@ def row_features(sums: Float[Tensor, "n r1"]) -> Float[Tensor, "n f"]:
 def fit_map(
     seen: Float[Tensor, "n f"], rows: Float[Tensor, "n d"], weights: Float[Tensor, " n"]
 ) -> Float[Tensor, "f d"]:
-    """The linear map from what was seen to the rows, by weighted ridge regression."""
+    """Linear map from features to item rows, by weighted ridge regression."""
     seen, rows, weights = seen.double(), rows.double(), weights.double()
     square = seen.T @ (seen * weights[:, None])
     square = square + RIDGE * square.diagonal().mean() * torch.eye(len(square), dtype=torch.float64)
@@ -46,6 +46,6 @@ def fit_map(
 def predict_rows(
     sums: Float[Tensor, "n r1"], exposures: Int[Tensor, " n"], maps: Float[Tensor, "T f d"], mean: Float[Tensor, " d"]
 ) -> Float[Tensor, "n d"]:
-    """The row of each item, by the map for as many noised sums as were added up for it."""
+    """Predicted row of each item, by the map for as many noised sums as were added up for it."""
     used = maps[(exposures - 1).clamp(0, len(maps) - 1)]  # (n, f, d)
     return mean + (row_features(sums)[:, None] @ used)[:, 0]

@@ -171,7 +171,7 @@ def train_cohort(
     round_: int,
     losses_for: LossesFor,
 ) -> tuple[Stack, Stack, PairedWindows, Float[Tensor, " U"]]:
-    """A stack of clients at the broadcast and after its local steps, what it learned from, and its loss."""
+    """A stack of clients before and after its local steps, with its training windows and losses."""
     training = world.config.training
     key = ROUND_KEYS + round_ * STEPS_PER_ROUND
     negatives = draw_negatives_of_steps(
@@ -192,7 +192,7 @@ def add_noise(
     rounds: Rounds,
     round_: int,
 ) -> tuple[Float[Tensor, " D"], Float[Tensor, "n d"]]:
-    """The sums with noise in every coordinate that trains, whether anybody touched it or not."""
+    """The sums with noise in every trained coordinate, also where no client contributed."""
     noise = server_noise(world.config.seed, round_)
     std = rounds.noise_multiplier * rounds.clip_radius
     every = add_gaussian_noise(torch.cat([dense, table[server.rows].flatten()]), std, noise)
@@ -226,7 +226,7 @@ def report_of(told: Float[Tensor, "three U"], rounds: Rounds) -> RoundReport:
 
 
 def report_slice(server: Server, data: ClientData, reports: Sequence[RoundReport], per_user: int) -> Diagnostics:
-    """What the run's log keeps of a slice: bytes are those of one client in one round, dense float32 tensors."""
+    """Diagnostics of a slice for the run's log; bytes count one client in one round, dense float32 tensors."""
     size = FLOAT_BYTES * server.parameters
     costs = Costs(size, size, server.parameters, per_user)
     return {"active_clients": len(data), **summarise_rounds(reports), **costs.diagnostics()}

@@ -49,7 +49,7 @@ def personalise(
     local: LocalSteps,
     chunk: int,
 ) -> Float[Tensor, "A D"]:
-    """Every active client's copy after local steps, pulled towards the server's weights; nothing leaves the devices."""
+    """Personal copies after local steps, pulled towards the server's weights; nothing leaves the devices."""
     training, device = world.config.training, server.model.items.device
     anchor, parts = flatten(weights_of(server.model, server.prompt), layout), [start[:0]]
     for where, windows in chunks(data, stack_size(chunk, server.model.items), device):
@@ -101,7 +101,7 @@ def without_copies(state: FederatedState) -> FederatedState:
 
 
 def score_with_copies(state: FederatedState, queries: Queries) -> Float[Tensor, "B I"]:
-    """Scores with each user's own copy; a user without one, or everybody where there are none, uses the server's."""
+    """Scores with each user's personal copy, or with the server's weights for users without one."""
     model, device = state.backbone, state.backbone.items.device
     if not len(state.owners):
         prompt = state.prompt.expand(len(queries), -1, -1) if len(state.prompt) else None
