@@ -15,7 +15,7 @@ from protofed.experiments.grid import Cell, cells, read_grid
 from protofed.federation.plan import Plan, plan_releases
 from protofed.methods.catalogue import METHODS, configured
 from protofed.methods.private import as_asked
-from protofed.methods.protofed_rules import as_run, keeps_the_claim, round_rule, streams_asked
+from protofed.methods.protofed_rules import as_run, check_claim, round_rule, streams_asked
 from protofed.report.sections import TRIVIAL
 from protofed.server.library import check_cohort
 from protofed.slices.partition import partition
@@ -154,7 +154,7 @@ def test_the_ablations_are_the_papers_six_and_each_changes_one_thing():
 def test_no_cell_of_protofed_sp_is_refused_when_it_starts():
     ours = [cell.config for path in FILES for cell in cells_of(path) if cell.config.method == "protofed-sp"]
     for config in {replace(config, seed=0, dataset="") for config in ours}:
-        keeps_the_claim(as_run(config))
+        check_claim(as_run(config))
         private = config.protofed.mode == "reference"
         for newcomers in {False, private}:  # with and without the release of new items' rows
             streams = streams_asked(config)[: 1 + newcomers]

@@ -19,11 +19,11 @@ from protofed.federation.stacked import (
     Deltas,
     LocalSteps,
     Stack,
-    chosen,
+    add_pull,
     clipped_sum,
-    named,
-    pulled,
+    select_clients,
     targets_of,
+    unflatten,
     weighted_sum,
 )
 from protofed.methods.baselines.federated import (
@@ -31,17 +31,17 @@ from protofed.methods.baselines.federated import (
     server_of,
     shared_layout,
     slice_data,
-    started,
+    start_state,
     weights_of,
     with_rows,
 )
 from protofed.methods.baselines.federated_rounds import (
     ROUND_KEYS,
-    cohort_trained,
     one_round,
     plain_losses,
     rounds_of,
     server_step,
+    train_cohort,
 )
 from protofed.methods.protocol import World
 from protofed.privacy.draws import bernoulli
@@ -102,7 +102,7 @@ def moved_models(server: Server, deltas: Deltas, factors: Tensor | None = None) 
     models = []
     for client, factor in enumerate(factors):
         model = {name: tensor.detach().clone() for name, tensor in weights_of(server.model, server.prompt).items()}
-        for name, step in named(server.layout, deltas.stack.dense[client]).items():
+        for name, step in unflatten(server.layout, deltas.stack.dense[client]).items():
             model[name] += factor * step
         mine = deltas.clients == client
         model["items"][deltas.items[mine]] += factor * deltas.stack.rows[mine]
@@ -141,11 +141,11 @@ def test_the_private_step_is_flowers_unweighted_mean_times_the_cohort_over_its_e
 def a_cohort(variant: str = "standard"):
     """Who is chosen in round 0 of slice 1 of the tiny world, and what they have."""
     world = World(tiny_config(variant=variant, privacy__sampling_rate=0.2), tiny_stream().slice_(0), warmed_up()[0])
-    slice_, state = tiny_stream().slice_(1), started(world, prompted=variant == "peft")
+    slice_, state = tiny_stream().slice_(1), start_state(world, prompted=variant == "peft")
     model = with_rows(world, state.backbone, slice_, train=variant == "standard")
     server, data = server_of(replace(state, backbone=model)), slice_data(world, slice_)
     coin = bernoulli(world.config.seed, "coin", torch.arange(slice_.past.n_users), 0, 0.2)
-    return world, slice_, state, server, data, chosen(data, coin[data.users])
+    return world, slice_, state, server, data, select_clients(data, coin[data.users])
 
 
 @pytest.mark.parametrize("variant", ["standard", "peft"])
@@ -153,10 +153,10 @@ def test_a_whole_round_is_flowers_mean_of_what_its_clients_have_learned(variant,
     world, slice_, state, server, data, cohort = a_cohort(variant)
     local = LocalSteps(3, 0.1)
     ((_, windows),) = chunks(cohort, 1_000, torch.device("cpu"))
-    _, end, lesson, _ = cohort_trained(world, server, windows, cohort.users, slice_, local, 0, plain_losses(world))
+    _, end, lesson, _ = train_cohort(world, server, windows, cohort.users, slice_, local, 0, plain_losses(world))
     models = []
     for client, weights in enumerate(end.dense):
-        model = dict(weights_of(server.model, server.prompt)) | named(server.layout, weights)
+        model = dict(weights_of(server.model, server.prompt)) | unflatten(server.layout, weights)
         mine = (lesson.clients == client) & server.rows[lesson.items.clamp(max=len(server.rows) - 1)]
         model["items"] = model["items"].detach().clone().index_put((lesson.items[mine],), end.rows[mine])
         models.append({name: tensor.detach().double() for name, tensor in model.items()})
@@ -193,7 +193,7 @@ def two_stacks() -> tuple[Stack, Stack]:
 @exactly
 def test_the_pulls_gradient_is_that_of_flowers_formula(same):
     at, anchor = two_stacks()
-    found = pulled(Stack(torch.zeros(1, 5), torch.zeros(3, 4)), at, anchor, 0.3)
+    found = add_pull(Stack(torch.zeros(1, 5), torch.zeros(3, 4)), at, anchor, 0.3)
     leaves = [at.dense.clone().requires_grad_(True), at.rows.clone().requires_grad_(True)]
     expected = torch.autograd.grad(proximal(0.3, leaves, [anchor.dense, anchor.rows]), leaves)
     same({"dense": found.dense, "rows": found.rows}, dict(zip(("dense", "rows"), expected, strict=True)))
@@ -202,7 +202,7 @@ def test_the_pulls_gradient_is_that_of_flowers_formula(same):
 @exactly
 def test_the_examples_gradient_times_twice_each_tensors_distance_is_ours(same):
     at, anchor = two_stacks()
-    found = pulled(Stack(torch.zeros(1, 5), torch.zeros(3, 4)), at, anchor, 0.3)
+    found = add_pull(Stack(torch.zeros(1, 5), torch.zeros(3, 4)), at, anchor, 0.3)
     leaves = [at.dense.clone().requires_grad_(True), at.rows.clone().requires_grad_(True)]
     example = torch.autograd.grad(sum_of_lengths(0.3, leaves, [anchor.dense, anchor.rows]), leaves)
     distances = [(at.dense - anchor.dense).norm(), (at.rows - anchor.rows).norm()]
@@ -214,10 +214,10 @@ def test_the_examples_gradient_times_twice_each_tensors_distance_is_ours(same):
 def test_a_fedprox_client_descends_flowers_documented_loss(mu, same):
     """Three plain steps of each client's whole model by autograd, one client after another."""
     world, slice_, _, server, _, cohort = a_cohort()
-    cohort = chosen(cohort, torch.arange(len(cohort)) < 4)
+    cohort = select_clients(cohort, torch.arange(len(cohort)) < 4)
     local = LocalSteps(3, 0.2, "sgd", 1e9, pull=mu)
     ((_, windows),) = chunks(cohort, 1_000, torch.device("cpu"))
-    start, end, lesson, _ = cohort_trained(world, server, windows, cohort.users, slice_, local, 0, plain_losses(world))
+    start, end, lesson, _ = train_cohort(world, server, windows, cohort.users, slice_, local, 0, plain_losses(world))
     found, expected = {}, {}
     for client in range(len(cohort)):
         model = copy.deepcopy(server.model).requires_grad_(True)
@@ -242,7 +242,7 @@ def test_a_fedprox_client_descends_flowers_documented_loss(mu, same):
         }
         own = lesson.clients == client
         moved["items"] = moved["items"][lesson.items[own]]
-        steps = named(server.layout, end.dense[client] - start.dense[client])
+        steps = unflatten(server.layout, end.dense[client] - start.dense[client])
         found |= {f"{client} {name}": step for name, step in steps.items()}
         found[f"{client} items"] = (end.rows - start.rows)[own]
         expected |= {f"{client} {name}": step for name, step in moved.items()}

@@ -193,7 +193,7 @@ def in_table(rows: Rows | None, n_rows: int) -> Contribution:
 def watch_clients(capture: Capture, patch: pytest.MonkeyPatch) -> None:
     """Federated baselines: the movement of each client of a stack, clipped by the real function as if alone."""
     one_round, trained, clipped_sum = (
-        getattr(federated_rounds, name) for name in ("one_round", "cohort_trained", "clipped_sum")
+        getattr(federated_rounds, name) for name in ("one_round", "train_cohort", "clipped_sum")
     )
     ids: list[int] = []
 
@@ -215,13 +215,13 @@ def watch_clients(capture: Capture, patch: pytest.MonkeyPatch) -> None:
         return clipped_sum(deltas, radius)
 
     patch.setattr(federated_rounds, "one_round", opened)
-    patch.setattr(federated_rounds, "cohort_trained", remembered)
+    patch.setattr(federated_rounds, "train_cohort", remembered)
     patch.setattr(federated_rounds, "clipped_sum", apart)
 
 
 def watch_introductions(capture: Capture, patch: pytest.MonkeyPatch) -> None:
     """ProtoFed-SP's new items: what each client says about them, all together."""
-    introduced = introducing.introduced
+    sum_introductions = introducing.sum_introductions
 
     def opened(said: Any, wanted: Tensor, std: float, noise: Any) -> Tensor:
         release = Released()
@@ -230,9 +230,9 @@ def watch_introductions(capture: Capture, patch: pytest.MonkeyPatch) -> None:
             table = torch.zeros(len(wanted), said.values.shape[1], dtype=torch.float64)
             release.add(user, {"items": table.index_add(0, said.items[mine], said.values[mine].double()).flatten()})
         capture.releases.append(release)
-        return introduced(said, wanted, std, noise)
+        return sum_introductions(said, wanted, std, noise)
 
-    patch.setattr(introducing, "introduced", opened)
+    patch.setattr(introducing, "sum_introductions", opened)
 
 
 def watch_uploads(capture: Capture, patch: pytest.MonkeyPatch, stream: SliceStream) -> None:

@@ -16,12 +16,12 @@ from scipy import stats
 from torch import Tensor
 from worlds import random_model
 
-from protofed.client.introductions import Introductions, Map, clipped, coordinates, introductions, map_of
+from protofed.client.introductions import Introductions, Map, clip_introductions, coordinates, introductions, map_of
 from protofed.federation.plan import Stream, ledger
 from protofed.privacy.accountant import epsilon, gaussian_epsilon
 from protofed.privacy.mechanism import Noise, seeded_noise
 from protofed.seeds import stream
-from protofed.server.newcomers import introduced
+from protofed.server.newcomers import sum_introductions
 from protofed.slices.histories import Histories, histories
 
 Z = 1.1282
@@ -64,11 +64,11 @@ def no_noise(shape: tuple[int, ...], std: float) -> Tensor:
 
 @cache
 def exact(present: bool) -> Tensor:
-    return introduced(said(present), WANTED, 0.0, no_noise)
+    return sum_introductions(said(present), WANTED, 0.0, no_noise)
 
 
 def intact(present: bool, noise: Noise) -> Tensor:
-    return introduced(said(present), WANTED, Z, noise)
+    return sum_introductions(said(present), WANTED, Z, noise)
 
 
 def trials(aggregate: Aggregate, present: bool, *names: str | int) -> Tensor:
@@ -128,18 +128,18 @@ def test_the_intact_release_leaks_no_more_through_other_statistics(statistic):
 
 
 def no_clip(present: bool, noise: Noise) -> Tensor:
-    return introduced(said(present, radius=1e9), WANTED, Z, noise)
+    return sum_introductions(said(present, radius=1e9), WANTED, Z, noise)
 
 
 def each_item_clipped_alone(present: bool, noise: Noise) -> Tensor:
     """Whoever meets many new items says more than the noise hides."""
     raw = said(present, radius=1e9)
-    alone = clipped(torch.arange(len(raw.users)), raw.values, 1.0)
-    return introduced(Introductions(raw.users, raw.items, alone), WANTED, Z, noise)
+    alone = clip_introductions(torch.arange(len(raw.users)), raw.values, 1.0)
+    return sum_introductions(Introductions(raw.users, raw.items, alone), WANTED, Z, noise)
 
 
 def too_little_noise(present: bool, noise: Noise) -> Tensor:
-    return introduced(said(present), WANTED, Z / 1.25, noise)
+    return sum_introductions(said(present), WANTED, Z / 1.25, noise)
 
 
 def exact_counts(present: bool, noise: Noise) -> Tensor:

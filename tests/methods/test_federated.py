@@ -24,7 +24,7 @@ from protofed.methods.baselines.federated import FederatedState, server_of
 from protofed.methods.baselines.federated_rounds import ROUND_KEYS
 from protofed.methods.baselines.fedprox import FedProx
 from protofed.methods.baselines.fedrap import FedRAP
-from protofed.methods.baselines.personal_copies import personal_layout, scored, with_copies
+from protofed.methods.baselines.personal_copies import personal_layout, score_with_copies, with_copies
 from protofed.methods.catalogue import configured
 from protofed.methods.protocol import Releasing, World
 from protofed.methods.state import pack, unpack
@@ -199,8 +199,8 @@ def test_a_query_is_scored_with_its_users_copy_and_by_strangers_with_the_servers
     state = after_slice_1(FedAvg(ft_rate=3e-2), variant)[0]
     _, queries = questions()
     strangers = ~torch.isin(queries.users, state.owners)
-    found = scored(state, queries)
-    common = scored(replace(state, owners=state.owners[:0], personal=state.personal[:0]), queries)
+    found = score_with_copies(state, queries)
+    common = score_with_copies(replace(state, owners=state.owners[:0], personal=state.personal[:0]), queries)
     assert 0 < int(strangers.sum()) < len(queries)
     torch.testing.assert_close(found[strangers], common[strangers], atol=1e-5, rtol=0)
     b = int((~strangers).nonzero()[0])

@@ -12,9 +12,9 @@ from protofed.backbone.training import PlainDescent
 from protofed.errors import ConfigError
 from protofed.federation.newcomers import (
     met_before,
-    met_newcomers,
     nobody_new,
-    rehearsed,
+    rehearse_maps,
+    release_introductions,
     without_base_row,
     worth_telling,
 )
@@ -67,7 +67,7 @@ def test_sums_of_slices_add_up():
     slice_ = tiny_stream().slice_(2)
     later = METHOD.learn(world, after, slice_, PlainDescent())[0]
     noise = seeded_noise(stream(world.config.seed, "newcomer noise", 2))
-    alone, _, _ = met_newcomers(nobody_new(after.newcomers.maps), world.backbone, slice_, 1.0, noise)
+    alone, _, _ = release_introductions(nobody_new(after.newcomers.maps), world.backbone, slice_, 1.0, noise)
     n = len(after.newcomers.sums)
     assert torch.allclose(later.newcomers.sums[:n], after.newcomers.sums + alone.sums[:n], atol=1e-5)
     assert torch.equal(later.newcomers.exposures[:n], after.newcomers.exposures + alone.exposures[:n])
@@ -88,7 +88,7 @@ def test_without_noise_new_items_are_ranked_better_than_with_the_mean_row():
 
 def test_the_louder_the_noise_the_less_a_rehearsed_map_believes():
     world = world_of()
-    quietly, loudly = (rehearsed(world.backbone, world.base, 1, std, 0)[0, :-2].norm() for std in (0.01, 30.0))
+    quietly, loudly = (rehearse_maps(world.backbone, world.base, 1, std, 0)[0, :-2].norm() for std in (0.01, 30.0))
     assert loudly < 0.2 * quietly
 
 
@@ -109,14 +109,14 @@ def without_user(slice_: TimeSlice, user: int) -> np.ndarray:
 
 def test_leaving_one_user_out_moves_the_sums_by_at_most_one():
     from protofed.client.introductions import introductions, map_of
-    from protofed.server.newcomers import introduced
+    from protofed.server.newcomers import sum_introductions
 
     world, slice_ = world_of(), tiny_stream().slice_(1)
     public, until = world.backbone, slice_.bounds[-1].train_end
     on, wanted = map_of(public.items.detach()[public.has_row]), without_base_row(public, slice_.n_train_items)
 
     def sums(positions: np.ndarray) -> torch.Tensor:
-        return introduced(introductions(slice_.past, positions, until, public, on, wanted), wanted, 0.0, quiet())
+        return sum_introductions(introductions(slice_.past, positions, until, public, on, wanted), wanted, 0.0, quiet())
 
     whole = sums(slice_.train_positions)
     moved = [float((whole - sums(without_user(slice_, user))).double().norm()) for user in range(40)]
@@ -167,7 +167,7 @@ def test_the_rehearsal_finds_rows_worth_telling_without_noise_and_rarely_under_m
     world = world_of()
     said = {}
     for std in (1e-6, 1e3):
-        maps = rehearsed(world.backbone, world.base, 4, std, 0)
+        maps = rehearse_maps(world.backbone, world.base, 4, std, 0)
         said[std] = [worth_telling(world.backbone, world.base, maps, std, seed) for seed in range(16)]
     # 28 validation events on 20 arrivals, against the best of four deals: luck decides now and then, either way
     assert sum(said[1e-6]) >= 14
@@ -207,7 +207,7 @@ def test_a_slice_without_train_events_releases_noise_alone():
     slice_ = tiny_stream().slice_(1)
     empty = replace(slice_, bounds=(*slice_.bounds[:-1], replace(slice_.bounds[-1], train_end=slice_.bounds[-1].start)))
     assert len(empty.train_positions) == 0
-    after, backbone, said = met_newcomers(before.newcomers, world.backbone, empty, 1.0, quiet())
+    after, backbone, said = release_introductions(before.newcomers, world.backbone, empty, 1.0, quiet())
     assert len(said.users) == 0
     assert backbone.items.isfinite().all()
     assert (after.sums[after.exposures > 0] != 0).any()

@@ -1,6 +1,8 @@
 """Wrapped methods: what a user's later events can move is a clipped, noised, ledgered sum, and nothing besides."""
 
+import json
 import math
+import sys
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -27,7 +29,7 @@ from protofed.methods.protocol import Releasing, World
 from protofed.methods.state import pack, unpack
 from protofed.privacy.accountant import noise_for
 from protofed.privacy.descent import PrivateDescent
-from protofed.privacy.ledger import Release, read_ledger
+from protofed.privacy.ledger import SHARE, Release, read_ledger
 from protofed.slices.leaks import check_evidence
 from protofed.slices.stream import SliceStream
 from protofed.slices.windows import take
@@ -36,6 +38,7 @@ PRIVATE = [name for name, entry in METHODS.items() if type(entry.method) in WRAP
 CASES = [(name, variant) for name in PRIVATE for variant in METHODS[name].variants]
 LEARNING = [(name, variant) for name, variant in CASES if WRAPPED[type(METHODS[name].method)].later]
 FIRST = [(name, variant) for name, variant in LEARNING if variant == METHODS[name].variants[0]]  # one variant of each
+LITTLE = {"privacy__noise_multiplier": 0.0199}
 SETTINGS = {
     "privacy__wrap": True,
     "privacy__rounds_per_slice": 2,
@@ -297,6 +300,33 @@ def test_what_cannot_be_promised_is_refused_with_the_reason(name, changes, said)
         as_asked(METHODS[name].method, tiny_config(0, **{**SETTINGS, **changes}))
 
 
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("ewc", {}),
+        ("fedavg", {}),
+        ("protofed-sp", {"privacy__wrap": False}),
+        ("protofed-sp", {"privacy__wrap": False, "privacy__trust": "secure-aggregation"}),
+    ],
+)
+def test_a_noise_whose_epsilon_cannot_be_computed_is_refused_before_any_work(tmp_path, name, changes, monkeypatch):
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)  # not needed for it
+    config = tiny_config(0, method=name, **{**SETTINGS, "privacy__noise_multiplier": 0.0199, **changes})
+    with pytest.raises(ConfigError, match=r"noise multipliers of 0\.02 and more, got 0\.0199"):
+        Experiment(config, tiny_log(), tmp_path / "cache").run(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"privacy__noise_multiplier": 0.02}, {"privacy__sampling_rate": 1.0}, {"privacy__wrap": False}],
+)
+def test_a_noise_that_can_be_priced_or_is_not_used_is_let_through(changes):
+    as_asked(METHODS["ewc"].method, tiny_config(0, method="ewc", **{**SETTINGS, **LITTLE, **changes}))
+    nodp = {"privacy__wrap": False, "protofed__mode": "nodp"}
+    as_asked(METHODS["protofed-sp"].method, tiny_config(0, method="protofed-sp", **{**SETTINGS, **LITTLE, **nodp}))
+
+
 def test_without_trained_weights_new_items_have_no_row_and_no_old_row_moves():
     world, slice_ = world_of(tiny_stream(), "peft"), tiny_stream().slice_(1)
     model, new = rows_for(world, world.backbone, slice_)
@@ -336,12 +366,13 @@ def test_a_run_writes_its_ledger_ahead_and_states_its_epsilon(tmp_path: Path):
     folder = Experiment(config, log, tmp_path / "cache").run(tmp_path / "run")
     ledger, trust = read_ledger(folder.path / "ledger.json")
     assert (ledger, trust) == ((Release(1.0, 0.2, 4, "gradients"),), "central")
-    said = promised(folder.path / "ledger.json", config, log)
+    said = promised(folder.path / "ledger.json", config.privacy.delta)
     assert said is not None
     assert 0 < said["epsilon_release"] < 10  # type: ignore[operator]
     assert said["epsilon_server"] is None
-    share = said["later_users_with_base_events"]
+    share = said[SHARE]
     end = tiny_stream().bounds[0].end
     later, before = set(log.users[end:].tolist()), set(log.users[:end].tolist())
     assert share == len(later & before) / len(later) < 1
+    assert json.loads((folder.path / "environment.json").read_text())[SHARE] == share
     assert f"({100 * share:.3g} % of later users have some)" in said["claim"]  # type: ignore[operator, str-format]

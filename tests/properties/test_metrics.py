@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from protofed.evaluation.fairness import position_exposure
 from protofed.evaluation.forgetting import af, af_literal, af_over_time, bwt
 from protofed.evaluation.ranking import (
     LEAST_NDCG_PER_HIT,
@@ -126,15 +125,6 @@ def test_shifting_every_value_changes_no_forgetting(a, shift):
 def test_the_last_of_forgetting_over_time_is_forgetting(a):
     assert af_over_time(a)[-1] == af(a)
     assert af_over_time(a)[0] == 0
-
-
-@quick
-@given(score_rows(), st.integers(1, 15), seeds)
-def test_every_list_hands_out_the_same_attention_whatever_the_ties(scores, k, seed):
-    mask = torch.tensor(np.random.default_rng(seed).random(scores.shape) < 0.7)
-    handed_out = position_exposure(torch.tensor(scores), mask, k=k).sum(1)
-    expected = [sum(1 / math.log2(r + 1) for r in range(1, min(k, int(n)) + 1)) for n in mask.sum(1)]
-    assert np.allclose(handed_out, expected)
 
 
 @quick

@@ -41,7 +41,7 @@ def demo(
         rows.append((method, summarise_run(folder)))
     console.print(table(rows, log.name))
     print(f"{OURS}, ", end="")
-    print_promise(promised(out / OURS / "ledger.json", config, log))
+    print_promise(promised(out / OURS / "ledger.json", config.privacy.delta))
     write(build(out)[0], report)
     console.print(f"wrote {report}: open it in a browser", highlight=False)
     if dataset == "synthetic":

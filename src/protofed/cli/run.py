@@ -17,7 +17,7 @@ from protofed.data.interactions import InteractionLog
 from protofed.errors import ConfigError, MissingExtra
 from protofed.methods.catalogue import METHODS, OURS, configured, has_modes, method_named
 from protofed.privacy.accountant import adjacency, epsilon, rounded_up
-from protofed.privacy.ledger import SHARE, claim, read_ledger, share_with_base_events
+from protofed.privacy.ledger import SHARE, claim, read_ledger, share_beside
 from protofed.seeds import stream
 
 CACHE = Path.home() / ".cache" / "protofed"
@@ -72,7 +72,7 @@ def run(
     with shown(Console(stderr=True)) as progress, tracked(track, out, chosen.stream.n_slices, progress) as watched:
         folder = experiment.run(out, watched)
     summary = summarise_run(folder)
-    summary |= {"variant": chosen.variant, "privacy": promised(folder.path / "ledger.json", chosen, log)}
+    summary |= {"variant": chosen.variant, "privacy": promised(folder.path / "ledger.json", chosen.privacy.delta)}
     print(json.dumps(summary, indent=2, ensure_ascii=False)) if as_json else print_summary(summary, out)
 
 
@@ -89,28 +89,21 @@ def wrapping(method: str, flags: Mapping[str, object]) -> dict[str, object]:
     return {"privacy.wrap": True} if asked and not has_modes(method) else {}
 
 
-def promised(ledger: Path, config: RunConfig, log: InteractionLog) -> dict[str, object] | None:
+def promised(ledger: Path, delta: float) -> dict[str, object] | None:
     """What the run's ledger promises against both adversaries, or why no ε is stated; None where there is no claim."""
     releases, trust = read_ledger(ledger)
     if not releases:
         return None
-    delta = config.privacy.delta
     said: dict[str, object] = {"trust": trust, "adjacency": adjacency(trust), "unit": "user", "delta": delta}
-    share = share_of(log, config)
-    said |= {"releases": [asdict(release) for release in releases], SHARE: share, "claim": claim([delta], [share])}
+    share = share_beside(ledger)
+    said |= {"releases": [asdict(release) for release in releases], SHARE: share}
+    said["claim"] = claim([delta], [] if share is None else [share])
     try:
         said["epsilon_release"] = rounded_up(epsilon(releases, delta, trust=trust))
         said["epsilon_server"] = rounded_up(epsilon(releases, delta, trust=trust, adversary="server"))
     except MissingExtra as missing:
         said["unpriced"] = f"{missing}; then price it with `protofed privacy --ledger {ledger}`"
     return said
-
-
-def share_of(log: InteractionLog, config: RunConfig) -> float:
-    """Which part of the users whose later events are protected has events in the base block, which are not."""
-    from protofed.slices.stream import SliceStream
-
-    return share_with_base_events(log.users.numpy(), SliceStream(log, config.stream).bounds[0].end)
 
 
 def settle(flags: Mapping[str, object], file: Path | None = None, settings: Sequence[str] = ()) -> RunConfig:

@@ -62,7 +62,7 @@ def introductions(
     *,
     radius: float = 1.0,
 ) -> Introductions:
-    """What the clients of these events say about the wanted items among them, each client no longer than the radius.
+    """Each client's counts and coordinates for the wanted items among these events, clipped to the radius.
 
     An event adds 1 to its item's count and the mean place of the items that the same client met around it and that
     have a public row and are not wanted themselves.
@@ -74,7 +74,7 @@ def introductions(
     pairs, which = np.unique(users * len(wanted) + items, return_inverse=True)
     summed = torch.zeros(len(pairs), values.shape[1]).index_add(0, torch.from_numpy(which), values)
     whose, what = torch.from_numpy(pairs // len(wanted)), torch.from_numpy(pairs % len(wanted))
-    return Introductions(whose, what, clipped(whose, summed, radius))
+    return Introductions(whose, what, clip_introductions(whose, summed, radius))
 
 
 def places(
@@ -92,8 +92,8 @@ def places(
     return torch.zeros(len(events), where.shape[1]).index_add(0, at, where[source]) / total.clamp(min=1)[:, None]
 
 
-def clipped(whose: Int[Tensor, " M"], values: Float[Tensor, "M r1"], radius: float) -> Float[Tensor, "M r1"]:
-    """The values, all of a client's together no longer than the radius; one who says what is no number says nothing."""
+def clip_introductions(whose: Int[Tensor, " M"], values: Float[Tensor, "M r1"], radius: float) -> Float[Tensor, "M r1"]:
+    """The values with each client's total length clipped to the radius; a client with NaN or infinity contributes 0."""
     n = int(whose.max()) + 1 if len(whose) else 0
     length = torch.zeros(n, dtype=torch.float64).index_add(0, whose, values.double().square().sum(-1)).sqrt()
     factor = torch.where(length.isfinite(), radius / length.clamp(min=radius), 0.0)

@@ -127,7 +127,7 @@ def subset(own: OwnRows, clients: Int[Tensor, " U"]) -> tuple[OwnRows, Int[Tenso
     return OwnRows(which, own.items[place], own.rows[place]), place
 
 
-def written_back(own: OwnRows, place: Int[Tensor, " P"], part: OwnRows) -> OwnRows:
+def write_back(own: OwnRows, place: Int[Tensor, " P"], part: OwnRows) -> OwnRows:
     """The table with the rows of a stack put back where `subset` took them."""
     return replace(own, rows=own.rows.index_copy(0, place, part.rows.to(own.rows)))
 

@@ -31,7 +31,7 @@ from protofed.methods.catalogue import configured, method_named
 from protofed.methods.private import as_asked
 from protofed.methods.protocol import Diagnostics, Method, Releasing, World
 from protofed.methods.state import pack, unpack
-from protofed.privacy.ledger import Ledger
+from protofed.privacy.ledger import SHARE, Ledger, share_with_base_events
 from protofed.progress import Progress, silent
 from protofed.slices.leaks import check_candidates, check_evidence
 from protofed.slices.stream import SliceStream, TimeSlice
@@ -83,7 +83,9 @@ def run_slices(
     experiment: Experiment, folder: RunFolder, method: Method[Any], data: SliceStream, progress: Progress
 ) -> None:
     """Every slice that is not finished yet, each evaluated and checkpointed before the next."""
-    folders.describe(folder, folders.environment(experiment.device, experiment.command, experiment.config.seed))
+    environment = folders.environment(experiment.device, experiment.command, experiment.config.seed)
+    share = share_with_base_events(data.log.users.numpy(), data.bounds[0].end)
+    folders.describe(folder, {**environment, SHARE: share})
     checkpoint = folders.load_checkpoint(folder)  # damage is told before anything is computed
     if checkpoint is not None:
         folders.check_slices(folder, checkpoint[0])

@@ -15,7 +15,7 @@ from protofed.backbone.validation import exam_of, graded
 from protofed.client.introductions import Introductions, Map, introductions, map_of
 from protofed.privacy.mechanism import Noise, seeded_noise
 from protofed.seeds import stream
-from protofed.server.newcomers import fitted, introduced, told_rows, worth
+from protofed.server.newcomers import fit_map, predict_rows, row_features, sum_introductions
 from protofed.slices.stream import TimeSlice
 
 FOLDS = 5
@@ -39,14 +39,14 @@ def nobody_new(maps: Float[Tensor, "T f d"]) -> Newcomers:
     return Newcomers(torch.zeros(0, maps.shape[1] - 1), torch.zeros(0, dtype=torch.int64), maps)
 
 
-def rehearsed(public: SASRec, base: TimeSlice, n_slices: int, std: float, seed: int) -> Float[Tensor, "T f d"]:
+def rehearse_maps(public: SASRec, base: TimeSlice, n_slices: int, std: float, seed: int) -> Float[Tensor, "T f d"]:
     """For 1, 2, ... slices of introductions, the map from their noised sums to rows, learned on the base block."""
     known = public.items.detach().cpu()[public.has_row.cpu()]
     on, noise = map_of(known), seeded_noise(stream(seed, "rehearsal"))
-    return torch.stack([_rehearsed_once(public, base, on, t, std, noise) for t in range(1, n_slices + 1)])
+    return torch.stack([_rehearse_map(public, base, on, t, std, noise) for t in range(1, n_slices + 1)])
 
 
-def _rehearsed_once(
+def _rehearse_map(
     public: SASRec, base: TimeSlice, on: Map, slices: int, std: float, noise: Noise
 ) -> Float[Tensor, "f d"]:
     """Every fifth item in turn is introduced by the base block's last `slices` eighths."""
@@ -58,15 +58,15 @@ def _rehearsed_once(
     for fold in range(FOLDS):
         pretend = has_row & (torch.arange(len(rows)) % FOLDS == fold)
         said = introductions(base.past, events, base.bounds[-1].train_end, public, on, pretend)
-        sums = introduced(said, pretend, std * float(np.sqrt(slices)), noise)
-        seen.append(worth(sums[pretend]))
+        sums = sum_introductions(said, pretend, std * float(np.sqrt(slices)), noise)
+        seen.append(row_features(sums[pretend]))
         targets.append(rows[pretend] - on.mean)
         weights.append(met[pretend] + RARE)
-    return fitted(torch.cat(seen), torch.cat(targets), torch.cat(weights))
+    return fit_map(torch.cat(seen), torch.cat(targets), torch.cat(weights))
 
 
 def worth_telling(public: SASRec, base: TimeSlice, maps: Float[Tensor, "T f d"], std: float, seed: int) -> bool:
-    """Whether told rows give back at least a tenth of what learned ones are worth, and cost nothing elsewhere.
+    """Whether predicted rows recover a tenth of what learned rows gain, without loss on other items.
 
     The items that arrived in the block's second half (or in fewer eighths, where the stream has fewer slices) play
     newcomers: their rows are taken away, then told from that half's noised introductions, and the validation events are
@@ -86,13 +86,15 @@ def worth_telling(public: SASRec, base: TimeSlice, maps: Float[Tensor, "T f d"],
     on, rng = map_of(public.items.detach().cpu()[has_row & ~arrived]), stream(seed, "arrivals")
     said = introductions(base.past, events, base.bounds[-1].train_end, public, on, arrived)
     sums, exposures = (
-        introduced(said, arrived, std * float(np.sqrt(slices)), seeded_noise(rng)),
+        sum_introductions(said, arrived, std * float(np.sqrt(slices)), seeded_noise(rng)),
         slices * arrived.long(),
     )
 
     def accuracy(order: Tensor) -> tuple[float, float]:
         dealt = sums.index_put((arrived,), sums[arrived][order])
-        return accuracy_on(with_told_rows(hidden, Newcomers(dealt, exposures, maps), arrived, on.mean), base, arrived)
+        return accuracy_on(
+            with_predicted_rows(hidden, Newcomers(dealt, exposures, maps), arrived, on.mean), base, arrived
+        )
 
     n = int(arrived.sum())
     told, after = accuracy(torch.arange(n))
@@ -121,24 +123,26 @@ def without_base_row(public: SASRec, n_items: int) -> Bool[Tensor, " I"]:
     return new
 
 
-def met_newcomers(
+def release_introductions(
     state: Newcomers, public: SASRec, slice_: TimeSlice, std: float, noise: Noise
 ) -> tuple[Newcomers, SASRec, Introductions]:
     """One release: the sums with this slice's in them, and the public backbone with a row for every newcomer."""
     known = public.items.detach().cpu()[public.has_row.cpu()]
     on, wanted = map_of(known), without_base_row(public, slice_.n_train_items)
     said = introductions(slice_.past, slice_.train_positions, slice_.bounds[-1].train_end, public, on, wanted)
-    sums, exposures = introduced(said, wanted, std, noise), wanted.long()
+    sums, exposures = sum_introductions(said, wanted, std, noise), wanted.long()
     sums[: len(state.sums)] += state.sums
     exposures[: len(state.exposures)] += state.exposures
     after = Newcomers(sums, exposures, state.maps)
-    return after, with_told_rows(public, after, wanted, on.mean), said
+    return after, with_predicted_rows(public, after, wanted, on.mean), said
 
 
-def with_told_rows(public: SASRec, state: Newcomers, wanted: Bool[Tensor, " I"], mean: Float[Tensor, " d"]) -> SASRec:
+def with_predicted_rows(
+    public: SASRec, state: Newcomers, wanted: Bool[Tensor, " I"], mean: Float[Tensor, " d"]
+) -> SASRec:
     """A copy of the base backbone with the newcomers' rows; items that are not in the catalogue yet keep its mean."""
     model, device = grown(public, len(wanted)), public.items.device
-    rows = told_rows(state.sums[wanted], state.exposures[wanted], state.maps, mean)
+    rows = predict_rows(state.sums[wanted], state.exposures[wanted], state.maps, mean)
     with torch.no_grad():
         model.items[wanted.to(device)] = rows.to(device)
     model.has_row |= wanted.to(device)

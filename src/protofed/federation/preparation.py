@@ -205,7 +205,7 @@ def fit_codec(config: RunConfig, backbone: SASRec, prompts: Float[Tensor, "n L_p
     if kind == "linear" or len(prompts) < 2:
         return pca_codec(prompts, rng, d_z=settings.embedding).to(device)
     codec = MlpCodec(prompts.shape[1], prompts.shape[2], rng, d_z=settings.embedding).to(device)
-    return train_codec(codec, prompts, rng, how=CodecTraining(), rec_loss=recommending(config, backbone, windows))[0]
+    return train_codec(codec, prompts, rng, how=CodecTraining(), rec_loss=make_rec_loss(config, backbone, windows))[0]
 
 
 def newest_of(windows: Windows) -> Windows:
@@ -214,7 +214,7 @@ def newest_of(windows: Windows) -> Windows:
     return take(windows, last.nonzero()[:, 0])
 
 
-def recommending(config: RunConfig, backbone: SASRec, windows: Windows) -> RecLoss:
+def make_rec_loss(config: RunConfig, backbone: SASRec, windows: Windows) -> RecLoss:
     """The recommendation loss of decoded prompts on the newest window of the base users they stand for."""
     device, rng, newest = backbone.items.device, stream(config.seed, "codec negatives"), newest_of(windows)
 

@@ -45,14 +45,14 @@ def layout_of(weights: Mapping[str, Tensor], names: tuple[str, ...]) -> Layout:
     return Layout(names, tuple(tuple(weights[name].shape) for name in names))
 
 
-def flat(weights: Mapping[str, Tensor], layout: Layout) -> Float[Tensor, " D"]:
+def flatten(weights: Mapping[str, Tensor], layout: Layout) -> Float[Tensor, " D"]:
     """The weights of a layout as one vector."""
     parts = [weights[name].detach().reshape(-1) for name in layout.names]
     return torch.cat(parts) if parts else next(iter(weights.values())).detach().new_zeros(0)
 
 
-def named(layout: Layout, vectors: Float[Tensor, "*U D"]) -> dict[str, Tensor]:
-    """The inverse of `flat`, for a vector or a stack of them."""
+def unflatten(layout: Layout, vectors: Float[Tensor, "*U D"]) -> dict[str, Tensor]:
+    """The inverse of `flatten`, for a vector or a stack of them."""
     parts = vectors.split([prod(shape) for shape in layout.shapes], dim=-1) if layout.names else ()
     triples = zip(layout.names, layout.shapes, parts, strict=True)
     return {name: part.reshape(*vectors.shape[:-1], *shape) for name, shape, part in triples}
@@ -91,15 +91,17 @@ class PairedWindows:
     n_clients: int
 
 
-def chosen(data: ClientData, who: Bool[Tensor, " A"]) -> ClientData:
-    """The windows of some of the active clients."""
+def select_clients(data: ClientData, who: Bool[Tensor, " A"]) -> ClientData:
+    """The data of the clients that `who` selects."""
     counts = data.starts.diff()
     windows = take(data.windows, torch.repeat_interleave(who, counts).nonzero()[:, 0])
     return ClientData(data.users[who], windows, F.pad(counts[who].cumsum(0), (1, 0)))
 
 
-def drawn(windows: Windows, steps: int, n: int, n_items: int, *, seed: int, key: int) -> Int[Tensor, "S W n"]:
-    """The negatives of steps key, key + 1, ...: a window's own, whatever the stack it is in."""
+def draw_negatives_of_steps(
+    windows: Windows, steps: int, n: int, n_items: int, *, seed: int, key: int
+) -> Int[Tensor, "S W n"]:
+    """Negatives for steps key, key + 1, ...; a window's negatives do not depend on the stack it is in."""
     each = [negatives_of(windows, n, n_items, seed=seed, step=key + step) for step in range(steps)]
     return torch.stack(each) if each else torch.zeros(0, len(windows), n, dtype=torch.int64)
 
@@ -132,14 +134,14 @@ def stacked_losses(
     With a `table` the items of windows and negatives are places in it; without, they are read from the model.
     """
     mine = vectors.index_select(0, windows.users)
-    sums, counts = _window_losses(model, layout, mine, windows, negatives, element_loss, looked_up(table))
+    sums, counts = _window_losses(model, layout, mine, windows, negatives, element_loss, row_lookup(table))
     nothing = torch.zeros(len(vectors), device=sums.device, dtype=sums.dtype)
     total = nothing.index_add(0, windows.users, sums)
     return total / nothing.index_add(0, windows.users, counts.to(sums.dtype)).clamp(min=1)
 
 
-def looked_up(table: Float[Tensor, "P d"] | None) -> Embed | None:
-    """Rows by their place in a table; what stands for no item gets some row, which nothing reads."""
+def row_lookup(table: Float[Tensor, "P d"] | None) -> Embed | None:
+    """A function that looks rows up by their place in a table; padding gets some row, which nothing reads."""
     return None if table is None else lambda places: F.embedding(places.clamp(min=0), table)
 
 
@@ -159,7 +161,7 @@ def _with_weights(model: SASRec, layout: Layout, what: Callable[..., object]) ->
     called = _Called(model, what)
 
     def one(vector: Tensor, *arguments: Tensor) -> object:
-        weights = named(layout, vector)
+        weights = unflatten(layout, vector)
         prompt = weights.pop(PROMPT)[None] if PROMPT in weights else None
         return functional_call(called, {f"model.{name}": w for name, w in weights.items()}, (prompt, *arguments))
 
@@ -177,7 +179,7 @@ def _window_losses(
 ) -> tuple[Tensor, Tensor]:
     """`window_losses` with a vector of weights for each window."""
     if set(layout.names) <= {PROMPT}:  # the model itself takes a prompt for each window
-        prompt = named(layout, vectors).get(PROMPT)
+        prompt = unflatten(layout, vectors).get(PROMPT)
         return window_losses(model, windows, negatives, element_loss, prompt, embed)
     nobody = windows.users[:1]
 
@@ -197,7 +199,7 @@ def stacked_last_hidden(
 ) -> Float[Tensor, "B d"]:
     """The last hidden state of each history, with a vector of weights for each."""
     if set(layout.names) <= {PROMPT}:
-        return model.last_hidden(tokens, named(layout, vectors).get(PROMPT))
+        return model.last_hidden(tokens, unflatten(layout, vectors).get(PROMPT))
 
     def one(model: SASRec, prompt: Tensor | None, history: Tensor) -> Tensor:
         return model.last_hidden(history[None], prompt)[0]
@@ -206,7 +208,7 @@ def stacked_last_hidden(
         return _with_weights(model, layout, one)(vectors, tokens)  # type: ignore[return-value]
 
 
-def trained(
+def train_stack(
     start: Stack, owners: Int[Tensor, " P"], losses: Losses, rule: LocalSteps, anchor: Stack | None = None
 ) -> tuple[Stack, Float[Tensor, " U"]]:
     """The stack after its local steps, and each client's loss at the last of them, before it was taken.
@@ -219,8 +221,8 @@ def trained(
     loss = torch.full((len(start.dense),), torch.nan, device=start.dense.device)
     for step in range(rule.steps):
         loss, slope = gradients(losses, at, step)
-        slope = pulled(slope, at, anchor, rule.pull)
-        slope, fine = shortened(slope, owners, rule.max_grad_norm)
+        slope = add_pull(slope, at, anchor, rule.pull)
+        slope, fine = clip_slopes(slope, owners, rule.max_grad_norm)
         at, moments = _stepped(at, slope, moments, rule, fine & loss.isfinite(), owners)
     return at, loss
 
@@ -234,7 +236,7 @@ def gradients(losses: Losses, at: Stack, step: int) -> tuple[Float[Tensor, " U"]
     return loss.detach(), Stack(*slopes)
 
 
-def pulled(slope: Stack, at: Stack, anchor: Stack, pull: float) -> Stack:
+def add_pull(slope: Stack, at: Stack, anchor: Stack, pull: float) -> Stack:
     """The gradient of the loss + pull / 2 * ||at - anchor||^2; untouched, to the bit, where there is no pull."""
     if not pull:
         return slope
@@ -246,8 +248,8 @@ def squared_norms(stack: Stack, owners: Int[Tensor, " P"]) -> Float[Tensor, " U"
     return stack.dense.double().square().sum(-1).index_add(0, owners, stack.rows.double().square().sum(-1))
 
 
-def shortened(slope: Stack, owners: Int[Tensor, " P"], max_norm: float) -> tuple[Stack, Bool[Tensor, " U"]]:
-    """Each client's gradient no longer than the norm, and whose is finite."""
+def clip_slopes(slope: Stack, owners: Int[Tensor, " P"], max_norm: float) -> tuple[Stack, Bool[Tensor, " U"]]:
+    """Each client's gradient clipped to `max_norm`, and which clients have a finite one."""
     length = squared_norms(slope, owners).sqrt()
     factor = torch.where(length > max_norm, max_norm / length, 1.0).to(slope.dense.dtype)
     return Stack(slope.dense * factor[:, None], slope.rows * factor[owners][:, None]), length.isfinite()

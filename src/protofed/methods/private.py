@@ -37,8 +37,10 @@ from protofed.methods.catalogue import METHODS, has_modes
 from protofed.methods.frozen import Frozen
 from protofed.methods.popularity import Popularity
 from protofed.methods.protocol import Diagnostics, Method, Releasing, World
+from protofed.methods.protofed_sp import ProtoFedSP
+from protofed.privacy.accountant import check_ahead
 from protofed.privacy.descent import Meter, PrivateDescent
-from protofed.privacy.ledger import Ledger
+from protofed.privacy.ledger import Ledger, Release
 from protofed.slices.histories import Queries
 from protofed.slices.leaks import Evidence
 from protofed.slices.stream import TimeSlice
@@ -109,7 +111,7 @@ class Private:
 
     def start(self, world: World) -> PrivateState:
         """The method's own start, and the noise that all rounds of the whole stream together ask for."""
-        checked(world.config)
+        check_private_settings(world.config)
         privacy, n_slices = world.config.privacy, world.config.stream.n_slices
         wanted = self.trainings.until(n_slices) * privacy.rounds_per_slice
         (steps,) = plan_releases(privacy, (steps_stream(privacy, wanted, privacy.noise_multiplier),))
@@ -173,15 +175,28 @@ def with_dp(method: Method[Any]) -> Private:
 
 
 def as_asked(method: Method[Any], config: RunConfig) -> Method[Any]:
-    """The method as it is, or with private steps where the config wraps it and it has no mechanism of its own."""
+    """The method as it is, or with private steps where the config wraps it and it has no mechanism of its own.
+
+    What a private run cannot promise is refused here, before any work.
+    """
+    by_itself = isinstance(method, ProtoFedSP) and config.protofed.mode == "reference"
+    if by_itself or config.privacy.wrap:
+        check_given_noise(config)
     if not config.privacy.wrap:
         return method
-    checked(config)
+    check_private_settings(config)
     return method if isinstance(method, Releasing) else with_dp(method)
 
 
-def checked(config: RunConfig) -> None:
-    """Refuses settings under which private steps would promise what they do not keep."""
+def check_given_noise(config: RunConfig) -> None:
+    """Refuse a noise without a budget whose ε could not be computed; with a budget, planning the rounds checks it."""
+    privacy, rounds = config.privacy, config.stream.n_slices * config.privacy.rounds_per_slice
+    if rounds and privacy.noise_multiplier and not privacy.target_epsilon:
+        check_ahead((Release(privacy.noise_multiplier, privacy.sampling_rate, rounds),), trust=privacy.trust)
+
+
+def check_private_settings(config: RunConfig) -> None:
+    """Refuse settings under which private steps would promise what they do not keep."""
     if has_modes(config.method):
         mode = METHODS[config.method].private_mode
         raise ConfigError(f"privacy.wrap is for methods other than {config.method}, which is private in --mode {mode}")

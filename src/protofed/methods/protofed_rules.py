@@ -80,8 +80,8 @@ def may_use(config: RunConfig) -> tuple[bool, ...]:
     return tuple((prompt or not with_prompt) and (rows or not with_rows) for with_prompt, with_rows in VARIANTS)
 
 
-def keeps_the_claim(config: RunConfig) -> None:
-    """Refuses what would share raw events next to noised prototypes."""
+def check_claim(config: RunConfig) -> None:
+    """Refuse settings that would share raw events next to noised prototypes."""
     if config.protofed.mode == "reference" and config.scoring.popularity_prior:
         raise ConfigError(
             "scoring.popularity_prior counts raw events and must be 0 in the private mode, "

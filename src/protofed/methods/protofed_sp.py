@@ -23,7 +23,7 @@ from protofed.client.model import Encoders, Model, receive
 from protofed.client.state import DeviceState, columns, new_device, resize, select, to_device
 from protofed.config import RunConfig
 from protofed.evaluation.efficiency import broadcast_bytes, module_bytes, tensor_bytes
-from protofed.federation.newcomers import Newcomers, met_newcomers, nobody_new, rehearsed, worth_telling
+from protofed.federation.newcomers import Newcomers, nobody_new, rehearse_maps, release_introductions, worth_telling
 from protofed.federation.plan import Plan, ledger, plan_releases
 from protofed.federation.preparation import prepare
 from protofed.federation.rounds import Costs
@@ -33,7 +33,7 @@ from protofed.methods.frozen import BackboneState, learn_new_rows
 from protofed.methods.protocol import Diagnostics, World
 from protofed.methods.protofed_rules import (
     as_run,
-    keeps_the_claim,
+    check_claim,
     local_rule,
     may_introduce,
     round_rule,
@@ -83,7 +83,7 @@ class ProtoFedSP:
     def start(self, world: World) -> ProtoFedState:
         """The base block: encoders, first prototypes, base users' devices; and the noise the budget asks for."""
         config = as_run(world.config)
-        keeps_the_claim(config)
+        check_claim(config)
         (prototypes, rows), maps = plan_noise(world, config)
         round_rule(config, 1, prototypes.noise_multiplier, world.base.past.n_users)  # refused before any work
         if config.protofed.mode == "reference" and config.protofed.prototypes:
@@ -227,16 +227,18 @@ def with_public_rows(
 ) -> tuple[ProtoFedState, dict[str, Any]]:
     """Public rows of new items: by the shared rule, in the private mode from noised sums or not at all."""
     if world.config.protofed.mode == "reference":
-        return introduced(world, state, slice_) if state.newcomer_noise else (state, {})
+        return add_new_item_rows(world, state, slice_) if state.newcomer_noise else (state, {})
     before = BackboneState(state.backbone, state.slice_index, state.newest_target)
     after, told = learn_new_rows(world, before, slice_, descend)
     return replace(state, backbone=after.backbone, newest_target=after.newest_target), dict(told)
 
 
-def introduced(world: World, state: ProtoFedState, slice_: TimeSlice) -> tuple[ProtoFedState, dict[str, Any]]:
-    """Rows of all items that came after the base block, from this slice's and earlier noised introductions."""
+def add_new_item_rows(world: World, state: ProtoFedState, slice_: TimeSlice) -> tuple[ProtoFedState, dict[str, Any]]:
+    """The state with rows for all items after the base block, from the noised introductions of all slices so far."""
     noise = seeded_noise(stream(world.config.seed, "newcomer noise", slice_.index))
-    newcomers, backbone, said = met_newcomers(state.newcomers, world.backbone, slice_, state.newcomer_noise, noise)
+    newcomers, backbone, said = release_introductions(
+        state.newcomers, world.backbone, slice_, state.newcomer_noise, noise
+    )
     told = {"introduced": int((newcomers.exposures > 0).sum()), "introducing_clients": len(said.users.unique())}
     return replace(state, newcomers=newcomers, backbone=backbone), told
 
@@ -250,7 +252,7 @@ def plan_noise(world: World, config: RunConfig) -> tuple[Plan, Float[Tensor, "T 
         return without, nothing
     plan = plan_releases(config.privacy, (prototypes, rows), private=private)
     noise, seed = plan[1].noise_multiplier, config.seed
-    maps = rehearsed(world.backbone, world.base, config.stream.n_slices, noise, seed)
+    maps = rehearse_maps(world.backbone, world.base, config.stream.n_slices, noise, seed)
     if config.protofed.newcomers == "noised" or worth_telling(world.backbone, world.base, maps, noise, seed):
         return plan, maps
     return without, nothing

@@ -263,8 +263,26 @@ def check_priceable(ledger: Ledger) -> None:
         raise BeyondPricing(f"this noise promises nothing: without sampling ε is about {mu * mu / 2:.0e}; raise it")
 
 
+def check_ahead(ledger: Ledger, *, trust: Trust = "central") -> None:
+    """Refuse a ledger whose ε will not be computed, as far as that can be told without dp-accounting."""
+    check_priceable(ledger)
+    if amplified(trust, "release") and any(release.sampling_rate < 1 for release in ledger):
+        check_sampled(ledger)
+
+
 def check_priceable_sampled(ledger: Ledger) -> None:
     """Refuse a ledger whose privacy loss distribution would be too large."""
+    check_sampled(ledger)
+    largest = MOST_POINTS * _grid(ledger)
+    if _separation(ledger) ** 2 > largest and (price := _rdp_epsilon(ledger, SMALLEST_DELTA)) > largest:
+        raise BeyondPricing(
+            f"this noise promises nothing: by RDP ε is about {price:.0e}, and it is computed up to {largest:.0e}; "
+            "raise the noise, or lower the rate or the rounds"
+        )
+
+
+def check_sampled(ledger: Ledger) -> None:
+    """Refuse sampled releases with too little noise, at too low a rate, too many or of too many kinds."""
     if (rate := min(release.sampling_rate for release in ledger)) < SMALLEST_RATE:
         raise ConfigError(
             f"ε is computed for sampling rates of {SMALLEST_RATE:g} and more, got {rate:g}; raise the rate"
@@ -281,12 +299,6 @@ def check_priceable_sampled(ledger: Ledger) -> None:
         )
     if (kinds := len(_counted(ledger))) > MOST_KINDS:
         raise BeyondPricing(f"ε is computed for at most {MOST_KINDS} different noises and rates, got {kinds}")
-    largest = MOST_POINTS * _grid(ledger)
-    if _separation(ledger) ** 2 > largest and (price := _rdp_epsilon(ledger, SMALLEST_DELTA)) > largest:
-        raise BeyondPricing(
-            f"this noise promises nothing: by RDP ε is about {price:.0e}, and it is computed up to {largest:.0e}; "
-            "raise the noise, or lower the rate or the rounds"
-        )
 
 
 def _separation(ledger: Ledger) -> float:

@@ -172,7 +172,7 @@ def local_upload(
     `noise` is standard normal and `std` is `rule.noise_std(multiplier, "local")`.
     """
     _check_local(std)
-    return quantise(whole(z, block, rule) + std * noise, local_reach(rule, std), uniforms)
+    return quantise(write_out(z, block, rule) + std * noise, local_reach(rule, std), uniforms)
 
 
 def local_sums(codes: Int8[Tensor, "U K row"], rule: UploadRule, std: float) -> Float[Tensor, "K row"]:
@@ -208,8 +208,8 @@ def compact_local_sums(uploads: PointUploads, rule: UploadRule, std: float) -> F
     return sums.index_add_(0, block.clamp(0, rule.n_prototypes - 1), rows.where(ok, 0.0))
 
 
-def whole(z: Float[Tensor, "U d_z"], block: Int[Tensor, " U"], rule: UploadRule) -> Float[Tensor, "U K row"]:
-    """Contributions written out, zero rows and all."""
+def write_out(z: Float[Tensor, "U d_z"], block: Int[Tensor, " U"], rule: UploadRule) -> Float[Tensor, "U K row"]:
+    """Contributions as dense (K, row) tables, zero rows included."""
     rows, at = contributions(z, block, rule)
     full = torch.zeros(len(rows), rule.n_prototypes, rule.width + 1, dtype=rows.dtype, device=rows.device)
     return full.scatter_(1, at[:, None, None].expand(-1, 1, rows.shape[1]), rows[:, None])
@@ -249,7 +249,7 @@ def secure_upload(
     Rounded towards zero, so that rounding cannot raise the sensitivity. Each device noises every row: noise in its own
     row only would show which row that is.
     """
-    steps: Tensor = (whole(z, block, rule) * scale).trunc().long()
+    steps: Tensor = (write_out(z, block, rule) * scale).trunc().long()
     return steps.add(noise).bitwise_and(2**FIELD_BITS - 1)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from protofed.evaluation.exposure import EVENTS, GROUPS, PLACES
-from protofed.evaluation.fairness import user_disparity
+from protofed.evaluation.fairness import item_disparity, user_disparity
 from protofed.evaluation.significance import PerUser
 from protofed.report.figures import Curve, line_plot
 from protofed.report.intervals import per_user
@@ -37,7 +37,7 @@ def user_gap(section: Section, looks: Mapping[str, Stroke]) -> Part | Missing:
     tidy = [
         (curve.label, run, t + 1, float(value)) for curve in curves for (run, t), value in np.ndenumerate(curve.values)
     ]
-    caption = "NDCG@10 of the busiest third of users against the quietest, distance"
+    caption = "Disp_user: NDCG@10 of the busiest third of users against the quietest, distance"
     drawing = Drawing(name, caption, svg, to_csv(["method", "run", "slice", "disparity"], tidy))
     note = (
         "Mean NDCG@10 over users (all events, sampled candidates, every user alike) of each slice. Activity is counted "
@@ -54,13 +54,17 @@ def exposure(section: Section, looks: Mapping[str, Stroke]) -> Part | Missing:
         why = "metrics.parquet of these runs holds no exposure_head@10; runs of this version do"
         return Missing(ITEMS, f"{why}, so run again to see it")
     name = f"{section.slug}-exposure"
-    drawings = tuple(_share_drawing(f"{name}-{group}", group, told, looks) for group in ("head", "tail"))
+    drawings = (
+        *(_share_drawing(f"{name}-{group}", group, told, looks) for group in ("head", "tail")),
+        _disparity_drawing(f"{section.slug}-item-disparity", told, looks),
+    )
     legend = ((swatch(DASHED), OF_EVENTS), *((swatch(looks[row.label]), row.label) for row in told))
     silent = [row.label for row in section.rows if row not in told]
     note = (
         "Shares of all Top-10 places, full ranking, model right after each slice. Head: the fifth of the available "
         "items with most train events up to the slice; tail: the fifth with fewest; middle: the rest. A method that "
-        f"shows what people meet has the shares of the {OF_EVENTS}."
+        f"shows what people meet has the shares of the {OF_EVENTS}. Disp_item is the distance between the shares of "
+        "head and tail; 0 gives both as many places."
     )
     note += f" Not told by {', '.join(silent)}." if silent else ""
     return Part(name, ITEMS, note, (_share_table(name, told),), drawings, legend)
@@ -70,16 +74,20 @@ def _share_table(name: str, rows: Sequence[Row]) -> Table:
     """Means over slices and seeds, and how far the head's share lies above its share of events."""
     columns = [Column(group, "share of Top-10 places", ranked=False) for group in GROUPS]
     columns.append(Column("head above events", "", "the head's share less its share of the test events", ranked=False))
+    columns.append(Column("Disp_item", "", "|head - tail| of a slice, mean over slices and seeds", ranked=False))
     lines, tidy = [], []
     for row in rows:
         places = [mean_share(row, PLACES[group]) for group in GROUPS]
         above = places[0] - mean_share(row, EVENTS["head"])
-        lines.append(Line(row.label, tuple(Cell(number(v), value=v) for v in (*places, above)), row.is_trivial))
-        tidy.append((row.label, *places, above))
-    lines.sort(key=lambda line: (line.cells[-1].value, line.label))
+        values = (*places, above, mean_over_slices(item_disparities(row.runs, PLACES)))
+        lines.append(Line(row.label, tuple(Cell(number(v), value=v) for v in values), row.is_trivial))
+        tidy.append((row.label, *values))
+    lines.sort(key=lambda line: (line.cells[-2].value, line.label))
     met = [mean_share(rows[0], EVENTS[group]) for group in GROUPS]
-    footer = Line(OF_EVENTS, (*(Cell(number(v)) for v in met), Cell("")))
-    csv = to_csv(["method", *GROUPS, "head_above_events"], [*tidy, (OF_EVENTS, *met, 0.0)])
+    apart = mean_over_slices(item_disparities(rows[0].runs, EVENTS))
+    footer = Line(OF_EVENTS, (*(Cell(number(v)) for v in met), Cell(""), Cell(number(apart))))
+    header = ["method", *GROUPS, "head_above_events", "disp_item"]
+    csv = to_csv(header, [*tidy, (OF_EVENTS, *met, 0.0, apart)])
     return Table(f"{name}-table", "Mean over slices and seeds", tuple(columns), tuple(lines), (footer,), csv)
 
 
@@ -94,9 +102,30 @@ def _share_drawing(name: str, group: str, rows: Sequence[Row], looks: Mapping[st
     return Drawing(name, caption, svg, to_csv(["method", "run", "slice", f"share_{group}"], tidy))
 
 
+def _disparity_drawing(name: str, rows: Sequence[Row], looks: Mapping[str, Stroke]) -> Drawing:
+    """Disp_item over the slices, as `user_gap` shows Disp_user."""
+    curves = [Curve(row.label, looks[row.label], item_disparities(row.runs, PLACES)) for row in rows]
+    curves.append(Curve(OF_EVENTS, DASHED, item_disparities(rows[0].runs[:1], EVENTS)))
+    svg = line_plot(curves, first_slice=1, title="|head - tail|", name=name, from_zero=True)
+    tidy = [
+        (curve.label, run, t + 1, float(value)) for curve in curves for (run, t), value in np.ndenumerate(curve.values)
+    ]
+    caption = f"Disp_item: distance between the shares of head and tail items; dotted: of the {OF_EVENTS}"
+    return Drawing(name, caption, svg, to_csv(["method", "run", "slice", "disparity"], tidy))
+
+
+def item_disparities(runs: Sequence[Run], metrics: Mapping[str, str]) -> np.ndarray:
+    """Disp_item of every run in slices 1..T; `metrics` says what the shares of head and tail are called."""
+    return item_disparity(_over_slices(runs, metrics["head"]), _over_slices(runs, metrics["tail"]))
+
+
 def mean_share(row: Row, metric: str) -> float:
     """The mean over slices with queries and over seeds."""
-    found = _over_slices(row.runs, metric)
+    return mean_over_slices(_over_slices(row.runs, metric))
+
+
+def mean_over_slices(found: np.ndarray) -> float:
+    """The mean of what is known; NaN where nothing is."""
     known = found[np.isfinite(found)]
     return float(known.mean()) if len(known) else float("nan")
 

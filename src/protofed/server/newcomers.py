@@ -16,24 +16,26 @@ DOUBT = 5.0  # kappa: an item introduced so often counts half of what it would w
 RIDGE = 1e-3
 
 
-def introduced(said: Introductions, wanted: Bool[Tensor, " I"], std: float, noise: Noise) -> Float[Tensor, "I r1"]:
-    """Sums over clients for every wanted item, with noise in all of them, met or not; nothing elsewhere."""
+def sum_introductions(
+    said: Introductions, wanted: Bool[Tensor, " I"], std: float, noise: Noise
+) -> Float[Tensor, "I r1"]:
+    """Noised sums over clients for every wanted item, met or not; zeros for all other items."""
     sums = torch.zeros(len(wanted), said.values.shape[1], dtype=torch.float64)
     sums.index_add_(0, said.items, said.values.double())
     noised = add_gaussian_noise(sums[wanted], std, noise)
     return torch.zeros_like(sums).index_put((wanted,), noised).float()
 
 
-def worth(sums: Float[Tensor, "n r1"]) -> Float[Tensor, "n f"]:
-    """What a row is told from: doubted mean coordinates, log count, and a constant."""
+def row_features(sums: Float[Tensor, "n r1"]) -> Float[Tensor, "n f"]:
+    """Features that predict a row: shrunken mean coordinates, log count and a constant."""
     count = sums[:, :1].clamp(min=0)
     return torch.cat([sums[:, 1:] / (count + DOUBT), count.log1p(), torch.ones_like(count)], dim=1)
 
 
-def fitted(
+def fit_map(
     seen: Float[Tensor, "n f"], rows: Float[Tensor, "n d"], weights: Float[Tensor, " n"]
 ) -> Float[Tensor, "f d"]:
-    """The linear map from what was seen to the rows, by weighted ridge regression."""
+    """Linear map from features to item rows, by weighted ridge regression."""
     seen, rows, weights = seen.double(), rows.double(), weights.double()
     square = seen.T @ (seen * weights[:, None])
     square = square + RIDGE * square.diagonal().mean() * torch.eye(len(square), dtype=torch.float64)
@@ -41,9 +43,9 @@ def fitted(
     return solved.float()
 
 
-def told_rows(
+def predict_rows(
     sums: Float[Tensor, "n r1"], exposures: Int[Tensor, " n"], maps: Float[Tensor, "T f d"], mean: Float[Tensor, " d"]
 ) -> Float[Tensor, "n d"]:
-    """The row of each item, by the map for as many noised sums as were added up for it."""
+    """Predicted row of each item, by the map for as many noised sums as were added up for it."""
     used = maps[(exposures - 1).clamp(0, len(maps) - 1)]  # (n, f, d)
-    return mean + (worth(sums)[:, None] @ used)[:, 0]
+    return mean + (row_features(sums)[:, None] @ used)[:, 0]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import random_model
 
-from protofed.client.introductions import clipped, coordinates, introductions, map_of
+from protofed.client.introductions import clip_introductions, coordinates, introductions, map_of
 from protofed.slices.histories import histories
 
 PUBLIC = random_model(6)  # items 0 .. 5 have rows; 6, 7 are newcomers
@@ -82,7 +82,7 @@ def test_nobody_says_more_than_the_radius_and_leaving_changes_nobody_else(events
 def test_short_contributions_are_left_as_they_are_and_broken_ones_are_dropped():
     whose = torch.tensor([0, 0, 1, 2])
     values = torch.tensor([[0.3, 0.0], [0.0, 0.4], [torch.nan, 1.0], [30.0, 40.0]])
-    kept = clipped(whose, values, 1.0)
+    kept = clip_introductions(whose, values, 1.0)
     assert torch.allclose(kept, torch.tensor([[0.3, 0.0], [0.0, 0.4], [0.0, 0.0], [0.6, 0.8]]), atol=1e-5)
 
 

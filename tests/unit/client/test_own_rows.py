@@ -22,7 +22,7 @@ from protofed.client.own_rows import (
     subset,
     with_met_items,
     with_own_scores,
-    written_back,
+    write_back,
 )
 from protofed.slices.histories import BOS, PAD, Histories, histories
 
@@ -92,9 +92,9 @@ def test_written_back_rows_change_their_own_places_and_no_other(pairs, asked):
     own, clients = rows_for(pairs), sorted(set(asked))
     before = as_dictionary(own)
     part, place = subset(own, whole_numbers(clients))
-    assert as_dictionary(written_back(own, place, part)) == before
+    assert as_dictionary(write_back(own, place, part)) == before
     learned = OwnRows(part.clients, part.items, part.rows + 1)
-    after = as_dictionary(written_back(own, place, learned))
+    after = as_dictionary(write_back(own, place, learned))
     assert after == {k: [x + 1 for x in row] if k[0] in clients else row for k, row in before.items()}
     assert as_dictionary(own) == before
 

@@ -14,7 +14,7 @@ from protofed.config import RunConfig, read_toml, to_toml
 from protofed.errors import RunFolderError
 from protofed.experiments.folder import RunFolder, finish, load_checkpoint, opened
 from protofed.experiments.run import Experiment
-from protofed.privacy.ledger import read_ledger
+from protofed.privacy.ledger import SHARE, read_ledger
 
 
 def experiment(tmp_path, **settings):
@@ -31,6 +31,15 @@ def test_a_finished_folder_holds_every_file_of_the_contract(tmp_path):
     }
     assert read_toml(folder.path / "config.toml") == experiment(tmp_path).config
     assert json.loads((folder.path / "environment.json").read_text())["versions"]["torch"] == torch.__version__
+
+
+def test_the_environment_says_how_many_later_users_have_events_in_the_base_block(tmp_path):
+    folder = experiment(tmp_path).run(tmp_path / "run")
+    log, end = worlds.tiny_log(), worlds.tiny_stream().bounds[0].end
+    later, before = set(log.users[end:].tolist()), set(log.users[:end].tolist())
+    told = json.loads((folder.path / "environment.json").read_text())[SHARE]
+    assert told == len(later & before) / len(later)
+    assert 0 < told < 1
 
 
 def test_the_ledger_of_a_run_is_one_that_can_be_priced(tmp_path):

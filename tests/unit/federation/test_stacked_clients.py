@@ -23,20 +23,20 @@ from protofed.federation.stacked import (
     Layout,
     LocalSteps,
     Stack,
-    chosen,
+    add_pull,
     clipped_sum,
     deltas_of,
-    drawn,
-    flat,
+    draw_negatives_of_steps,
+    flatten,
     layout_of,
-    named,
     pair_items,
-    pulled,
+    select_clients,
     squared_norms,
     stacked_last_hidden,
     stacked_losses,
     targets_of,
-    trained,
+    train_stack,
+    unflatten,
     weighted_sum,
 )
 from protofed.slices.histories import histories
@@ -90,7 +90,7 @@ def learned_together(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Every client's weights and whole item table after its local steps, computed as one stack."""
     layout = layout_for(model, scope)
-    lesson = pair_items(windows, drawn(windows, rule.steps, 4, N_ITEMS, seed=1, key=7), n)
+    lesson = pair_items(windows, draw_negatives_of_steps(windows, rule.steps, 4, N_ITEMS, seed=1, key=7), n)
     trains = model.has_row[lesson.items][:, None] & rows
     fixed = model.embed(lesson.items)
 
@@ -98,18 +98,18 @@ def learned_together(
         table = torch.where(trains, at.rows, fixed)
         return stacked_losses(model, layout, at.dense, lesson.windows, lesson.negatives[step], LOSSES["softmax"], table)
 
-    start = Stack(flat(weights_of(model), layout).repeat(n, 1), fixed)
-    end, _ = trained(start, lesson.clients, losses, rule)
+    start = Stack(flatten(weights_of(model), layout).repeat(n, 1), fixed)
+    end, _ = train_stack(start, lesson.clients, losses, rule)
     table = model.items.expand(n, -1, -1).clone()
     table[lesson.clients[trains[:, 0]], lesson.items[trains[:, 0]]] = end.rows[trains[:, 0]]
-    return named(layout, end.dense), table
+    return unflatten(layout, end.dense), table
 
 
 def learned_alone(
     model: SASRec, windows: Windows, u: int, scope: str, rule: LocalSteps, *, rows: bool
 ) -> tuple[dict[str, Tensor], Tensor]:
     """One client with a copy of everything and one of PyTorch's optimisers."""
-    negatives = drawn(windows, rule.steps, 4, N_ITEMS, seed=1, key=7)
+    negatives = draw_negatives_of_steps(windows, rule.steps, 4, N_ITEMS, seed=1, key=7)
     mine = windows.users == u
     own = Windows(*(getattr(windows, name)[mine] for name in ("users", "tokens", "sources", "targets", "newest")))
     model, start = copy.deepcopy(model), weights_of(model)
@@ -189,11 +189,11 @@ def test_a_history_is_read_with_the_weights_that_come_with_it():
     model, tokens = a_model(), stack_of(6).tokens
     for scope in ("everything", "last block and norm", "prompt"):
         layout = layout_for(model, scope)
-        common = flat(weights_of(model), layout)
+        common = flatten(weights_of(model), layout)
         vectors = common + 0.1 * torch.randn(len(tokens), layout.size, generator=Generator().manual_seed(2))
         found = stacked_last_hidden(model, layout, vectors, tokens)
         for b in range(len(tokens)):
-            own = named(layout, vectors[b])
+            own = unflatten(layout, vectors[b])
             prompt = own.pop(PROMPT)[None] if PROMPT in own else None
             alone = copy.deepcopy(model)
             alone.load_state_dict({**alone.state_dict(), **own})
@@ -203,15 +203,15 @@ def test_a_history_is_read_with_the_weights_that_come_with_it():
 def test_named_is_the_inverse_of_flat():
     model = a_model()
     layout = layout_for(model, "everything")
-    vector = flat(weights_of(model), layout)
+    vector = flatten(weights_of(model), layout)
     assert len(vector) == layout.size == sum(p.numel() for p in model.parameters()) - model.items.numel()
-    back = named(layout, vector)
+    back = unflatten(layout, vector)
     assert all(torch.equal(back[name], weights_of(model)[name]) for name in layout.names)
 
 
 def test_every_item_of_a_lesson_is_the_pair_of_its_client_and_of_itself():
     windows = stack_of(5)
-    negatives = drawn(windows, 2, 4, N_ITEMS, seed=1, key=0)
+    negatives = draw_negatives_of_steps(windows, 2, 4, N_ITEMS, seed=1, key=0)
     lesson = pair_items(windows, negatives, 5)
     seen = set()
     columns = ((windows.tokens, lesson.windows.tokens), (windows.targets, lesson.windows.targets))
@@ -229,12 +229,12 @@ def test_every_item_of_a_lesson_is_the_pair_of_its_client_and_of_itself():
 def test_chosen_clients_keep_their_windows():
     data = some_clients(6)
     who = torch.tensor([True, False, False, True, False, True])
-    part = chosen(data, who)
+    part = select_clients(data, who)
     assert part.users.tolist() == [0, 3, 5]
     for place, user in enumerate(part.users.tolist()):
         mine = part.windows.newest[part.starts[place] : part.starts[place + 1]]
         assert mine.tolist() == data.windows.newest[data.windows.users == user].tolist()
-    assert len(chosen(data, torch.zeros(6, dtype=torch.bool))) == 0
+    assert len(select_clients(data, torch.zeros(6, dtype=torch.bool))) == 0
 
 
 def test_targets_are_counted_for_each_client():
@@ -257,7 +257,7 @@ def two_clients(x: list[list[float]]) -> Stack:
 
 def test_a_round_of_averaging_by_hand():
     start, rule = two_clients([[2.0, 1.0], [2.0, 1.0]]), LocalSteps(2, 0.5, "sgd", max_grad_norm=1e9)
-    end, loss = trained(start, NOBODY, quadratic, rule)
+    end, loss = train_stack(start, NOBODY, quadratic, rule)
     # each step halves the distance: (2, 1) -> (1.25, 0.25) for centre (1, 0), -> (0.5, 2.5) for centre (0, 3)
     assert torch.equal(end.dense, torch.tensor([[1.25, 0.25], [0.5, 2.5]]))
     assert loss.tolist() == [(0.5**2 + 0.5**2) / 2, (1 + 1) / 2]
@@ -268,22 +268,22 @@ def test_a_round_of_averaging_by_hand():
 
 def test_the_proximal_gradient_by_hand():
     at, anchor = two_clients([[2.0, 1.0], [2.0, 1.0]]), two_clients([[0.0, 1.0], [1.0, 5.0]])
-    slope = pulled(two_clients([[1.0, 1.0], [2.0, -2.0]]), at, anchor, 0.5)
+    slope = add_pull(two_clients([[1.0, 1.0], [2.0, -2.0]]), at, anchor, 0.5)
     assert slope.dense.tolist() == [[1 + 0.5 * 2, 1.0], [2 + 0.5 * 1, -2 - 0.5 * 4]]
-    end, _ = trained(at, NOBODY, quadratic, LocalSteps(2, 0.5, "sgd", max_grad_norm=1e9, pull=1.0))
+    end, _ = train_stack(at, NOBODY, quadratic, LocalSteps(2, 0.5, "sgd", max_grad_norm=1e9, pull=1.0))
     # first coordinate of client 0: 2 -> 2 - 0.5 (1 + 0) = 1.5 -> 1.5 - 0.5 (0.5 - 0.5) = 1.5, half way to the centre
     assert end.dense[0, 0] == 1.5
 
 
 def test_no_pull_leaves_the_gradient_as_it_is():
     slope = two_clients([[1.0, 1.0], [2.0, -2.0]])
-    assert pulled(slope, slope, two_clients([[math.nan] * 2] * 2), 0.0) is slope
+    assert add_pull(slope, slope, two_clients([[math.nan] * 2] * 2), 0.0) is slope
 
 
 def test_the_pull_is_to_the_anchor_and_not_to_where_the_client_starts():
     start, anchor = two_clients([[2.0, 1.0], [2.0, 1.0]]), two_clients([[5.0, 0.0], [0.0, 7.0]])
     rule = LocalSteps(200, 0.2, "sgd", max_grad_norm=1e9, pull=3.0)
-    end, _ = trained(start, NOBODY, quadratic, rule, anchor)
+    end, _ = train_stack(start, NOBODY, quadratic, rule, anchor)
     torch.testing.assert_close(end.dense, (CENTRES + 3 * anchor.dense) / 4)  # v minimises its loss + 3/2 ||v - w||^2
 
 
@@ -295,9 +295,9 @@ def test_a_client_whose_loss_is_not_finite_stays_and_harms_nobody():
 
     for optimiser in ("sgd", "adamw"):
         rule = LocalSteps(2, 0.5, optimiser, max_grad_norm=1e9)
-        end, _ = trained(start, NOBODY, losses, rule)
+        end, _ = train_stack(start, NOBODY, losses, rule)
         assert torch.equal(end.dense[0], start.dense[0])
-        assert torch.equal(end.dense[1], trained(start, NOBODY, quadratic, rule)[0].dense[1])
+        assert torch.equal(end.dense[1], train_stack(start, NOBODY, quadratic, rule)[0].dense[1])
 
 
 class Counting(TorchDispatchMode):
@@ -376,7 +376,7 @@ def test_rows_are_summed_at_their_items_places():
 
 def test_what_did_not_train_is_no_movement():
     windows = stack_of(3)
-    lesson = pair_items(windows, drawn(windows, 1, 4, N_ITEMS, seed=1, key=0), 3)
+    lesson = pair_items(windows, draw_negatives_of_steps(windows, 1, 4, N_ITEMS, seed=1, key=0), 3)
     start = Stack(torch.zeros(3, 2), torch.ones(len(lesson.items), WIDTH))
     deltas = deltas_of(start, replace(start, dense=start.dense + 1), lesson, N_ITEMS)
     assert deltas.stack.dense.eq(1).all()

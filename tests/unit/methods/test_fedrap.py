@@ -15,7 +15,7 @@ from protofed.backbone.new_items import with_new_rows
 from protofed.backbone.training import PlainDescent
 from protofed.client.lessons import chunks
 from protofed.client.own_rows import OwnRows, find
-from protofed.federation.stacked import Stack, drawn, gradients, pair_items
+from protofed.federation.stacked import Stack, draw_negatives_of_steps, gradients, pair_items
 from protofed.methods.baselines.federated import slice_data
 from protofed.methods.baselines.fedrap import FedRAP, FedRAPState, Penalties, penalties_at, penalty, round_losses
 from protofed.methods.protocol import World
@@ -66,7 +66,7 @@ def some_losses(method: FedRAP, state: FedRAPState, round_: int) -> tuple[Tensor
     server = method.server(world, model, state.shared.prompt)
     data = slice_data(world, slice_)
     where, windows = next(chunks(data, 5, CPU))
-    lesson = pair_items(windows, drawn(windows, 1, 8, slice_.n_train_items, seed=0, key=0), 5)
+    lesson = pair_items(windows, draw_negatives_of_steps(windows, 1, 8, slice_.n_train_items, seed=0, key=0), 5)
     losses = round_losses(method, state, LOSSES["softmax"])(server, lesson, data.users[where], round_)
     return gradients(losses, Stack(torch.zeros(5, 0), model.embed(lesson.items)), 0)
 

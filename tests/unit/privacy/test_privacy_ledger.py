@@ -1,5 +1,6 @@
 """The ledger loses nothing and is on disk before a release."""
 
+import errno
 import json
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protofed.errors import ConfigError, DataError
+from protofed.errors import ConfigError, DataError, StorageError
 from protofed.privacy.ledger import (
     Release,
     claim,
@@ -99,10 +100,11 @@ def test_the_release_is_on_disk_before_the_caller_gets_to_make_it(tmp_path):
 def test_a_failed_write_leaves_the_ledger_as_it_was_and_makes_no_release(tmp_path, monkeypatch):
     path = tmp_path / "ledger.json"
     write_ledger(path, (Release(1.2, 0.05),))
-    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError, match="disk full"):
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+    with pytest.raises(StorageError, match=r"ledger\.json: No space left on device; make room"):
         record_ahead(path, (Release(1.2, 0.05),), Release(1.2, 0.05))
     assert read_ledger(path)[0] == (Release(1.2, 0.05),)
+    assert [file.name for file in tmp_path.iterdir()] == ["ledger.json"]
 
 
 @pytest.mark.parametrize(

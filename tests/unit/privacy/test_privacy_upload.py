@@ -32,7 +32,7 @@ from protofed.privacy.upload import (
     secure_sums,
     secure_upload,
     upload_bytes,
-    whole,
+    write_out,
 )
 from protofed.seeds import stream
 from protofed.server.fedkmeans import exact_sums
@@ -62,7 +62,7 @@ def test_no_client_contributes_more_than_the_sensitivity(values, block, radius, 
 @settings(max_examples=50)
 @given(st.lists(anything, min_size=6, max_size=6), st.integers(0, 3), st.integers(0, 3))
 def test_exchanging_one_contribution_changes_at_most_the_replace_sensitivity(values, one, other):
-    both = whole(torch.tensor(values).reshape(2, 3), torch.tensor([one, other]), RULE)
+    both = write_out(torch.tensor(values).reshape(2, 3), torch.tensor([one, other]), RULE)
     assert (both[0] - both[1]).norm().item() <= RULE.replace_sensitivity * (1 + 1e-12)
 
 
@@ -72,7 +72,7 @@ def test_a_contribution_written_out_is_the_one_hot_block_times_the_row():
     for user in range(6):
         by_hand[user, block[user], :3] = z[user].double()
         by_hand[user, block[user], 3] = 0.25
-    assert torch.allclose(whole(z, block, RULE), by_hand, atol=1e-6)
+    assert torch.allclose(write_out(z, block, RULE), by_hand, atol=1e-6)
 
 
 def test_a_poisoned_client_contributes_nothing_and_the_others_as_before():
@@ -120,7 +120,7 @@ def test_local_uploads_noise_every_row_and_add_up_to_the_true_sums():
     sent = local_upload(z, block, RULE, std, noise, rounding)
     assert std == 1.0
     assert sent.dtype == torch.int8
-    spread = (sent.double() * local_reach(RULE, std) / 127 - whole(z, block, RULE)).flatten(1).std(dim=0)
+    spread = (sent.double() * local_reach(RULE, std) / 127 - write_out(z, block, RULE)).flatten(1).std(dim=0)
     assert torch.allclose(spread, torch.full((16,), std, dtype=torch.float64), rtol=0.15)
     error = local_sums(sent, RULE, std) - exact_sums(z, block, RULE)
     assert error.abs().max() < 4.5 * std * math.sqrt(400)

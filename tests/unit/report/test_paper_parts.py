@@ -214,7 +214,7 @@ def test_exposure_is_each_groups_share_beside_its_share_of_events(root: Path, se
         for row in pq.read_table(root / "ewc" / "metrics.parquet").to_pylist()
         if row["metric"].startswith(("exposure", "events"))
     }
-    head, tail = (table(drawing.csv) for drawing in found.drawings)
+    head, tail = (table(drawing.csv) for drawing in found.drawings[:2])
     for rows, group_ in ((head, "head"), (tail, "tail")):
         read = {(r["method"], int(r["slice"])): float(r[f"share_{group_}"]) for r in rows if r["run"] == "0"}
         for t in range(1, N_SLICES + 1):
@@ -225,6 +225,26 @@ def test_exposure_is_each_groups_share_beside_its_share_of_events(root: Path, se
     assert float(lines["ewc (private)"]["head"]) == pytest.approx(mean)
     assert float(lines["ewc (private)"]["head_above_events"]) == pytest.approx(mean - 0.5)
     assert [float(lines["test events"][group_]) for group_ in ("head", "middle", "tail")] == [0.5, 0.3, 0.2]
+
+
+def test_item_disparity_is_the_distance_of_head_and_tail_slice_by_slice(tmp_path: Path) -> None:
+    shown = {"exposure_head@10": (0.7, 0.1), "exposure_tail@10": (0.1, 0.4), "events_head": (0.5, 0.5)}
+    by_hand = {**shown, "events_tail": (0.2, 0.3)}
+
+    def parted(tested: int, metric: str) -> float:
+        return by_hand.get(metric, (0.2, 0.2))[tested % 2]
+
+    write_run(tmp_path / "ewc", lambda *_: 0.5, method="ewc", shares=parted)
+    (only,) = group(find_runs(tmp_path)[0])
+    found = part(fairness(only, looks(only))[1])
+    read = {(r["method"], int(r["slice"])): float(r["disparity"]) for r in table(found.drawings[2].csv)}
+    for t in (1, 2):
+        assert read["ewc", t] == pytest.approx((0.6, 0.3)[t % 2])
+        assert read["test events", t] == pytest.approx((0.3, 0.2)[t % 2])
+    lines = {row["method"]: float(row["disp_item"]) for row in table(found.tables[0].csv)}
+    assert lines["ewc"] == pytest.approx(np.mean([(0.6, 0.3)[t % 2] for t in (1, 2)]))
+    assert lines["test events"] == pytest.approx(np.mean([(0.3, 0.2)[t % 2] for t in (1, 2)]))
+    assert float(found.tables[0].footer[0].cells[-1].text) == pytest.approx(lines["test events"], abs=1e-3)
 
 
 def test_rows_that_do_not_tell_exposure_are_named_and_none_is_a_reason(tmp_path: Path) -> None:

@@ -19,17 +19,23 @@ from torch import Tensor
 
 from protofed.backbone.training import Descend
 from protofed.client.lessons import ClientData
-from protofed.federation.stacked import LocalSteps, flat
-from protofed.methods.baselines.fedavg import averaged
+from protofed.federation.stacked import LocalSteps, flatten
+from protofed.methods.baselines.fedavg import federated_averaging
 from protofed.methods.baselines.federated import (
     FederatedState,
     evidence_of,
-    released,
+    list_releases,
     server_of,
-    started,
+    start_state,
     weights_of,
 )
-from protofed.methods.baselines.personal_copies import copies_of, personal_layout, personalised, scored, with_copies
+from protofed.methods.baselines.personal_copies import (
+    copies_of,
+    personal_layout,
+    personalise,
+    score_with_copies,
+    with_copies,
+)
 from protofed.methods.protocol import Diagnostics, World
 from protofed.privacy.ledger import Ledger
 from protofed.slices.histories import Queries
@@ -43,10 +49,10 @@ def with_personal_steps(
     """The state after the active clients' own steps; v_u of a client that has none starts at w."""
     server = server_of(state)
     layout = personal_layout(server.model, server.prompt)
-    common = flat(weights_of(server.model, server.prompt), layout)
+    common = flatten(weights_of(server.model, server.prompt), layout)
     users = data.users.to(common.device)
     start, _ = copies_of(state, users, common)
-    end = personalised(world, server, layout, start, data, slice_, local, chunk)
+    end = personalise(world, server, layout, start, data, slice_, local, chunk)
     shift = float((end - common).norm(dim=-1).mean()) if len(data) else 0.0
     return with_copies(state, users, end), {"personal_shift": shift, "trainable_parameters_per_user": layout.size}
 
@@ -64,7 +70,7 @@ class Ditto:
     chunk: int = 64
 
     def start(self, world: World) -> FederatedState:
-        return started(world, prompted=world.config.variant == "peft")
+        return start_state(world, prompted=world.config.variant == "peft")
 
     def learn(
         self, world: World, state: FederatedState, slice_: TimeSlice, descend: Descend
@@ -73,15 +79,15 @@ class Ditto:
         local = LocalSteps(self.epochs, self.peft_rate if peft else self.rate, self.optimiser, clip)
         rate = self.peft_personal_rate if peft else self.personal_rate
         own = LocalSteps(self.local_steps, rate, self.optimiser, clip, pull=self.strength)
-        state, data, told = averaged(world, state, slice_, local, self.chunk)
+        state, data, told = federated_averaging(world, state, slice_, local, self.chunk)
         state, more = with_personal_steps(world, state, data, slice_, own, self.chunk)
         return state, {**told, **more, "personal_copies": len(state.owners)}
 
     def score(self, world: World, state: FederatedState, queries: Queries) -> Float[Tensor, "B I"]:
-        return scored(state, queries)
+        return score_with_copies(state, queries)
 
     def evidence(self, state: FederatedState) -> Evidence:
         return evidence_of(state)
 
     def releases(self, world: World, state: FederatedState, slices_ahead: int = 0) -> Ledger:
-        return released(world, state, slices_ahead)
+        return list_releases(world, state, slices_ahead)

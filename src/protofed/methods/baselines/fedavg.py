@@ -18,20 +18,20 @@ from torch import Tensor
 
 from protofed.backbone.training import Descend
 from protofed.client.lessons import ClientData
-from protofed.federation.stacked import LocalSteps, flat
+from protofed.federation.stacked import LocalSteps, flatten
 from protofed.methods.baselines.federated import (
     FederatedState,
     after_slice,
     evidence_of,
-    released,
+    list_releases,
     server_of,
     slice_data,
-    started,
+    start_state,
     weights_of,
     with_rows,
 )
-from protofed.methods.baselines.federated_rounds import federate, plain_losses, rounds_of, told_of
-from protofed.methods.baselines.personal_copies import personal_layout, personalised, scored, without_copies
+from protofed.methods.baselines.federated_rounds import federate, plain_losses, report_slice, rounds_of
+from protofed.methods.baselines.personal_copies import personal_layout, personalise, score_with_copies, without_copies
 from protofed.methods.protocol import Diagnostics, World
 from protofed.privacy.ledger import Ledger
 from protofed.slices.histories import Queries
@@ -39,7 +39,7 @@ from protofed.slices.leaks import Evidence
 from protofed.slices.stream import TimeSlice
 
 
-def averaged(
+def federated_averaging(
     world: World, state: FederatedState, slice_: TimeSlice, local: LocalSteps, chunk: int
 ) -> tuple[FederatedState, ClientData, Diagnostics]:
     """The state after one slice of federated averaging, personal copies as they were."""
@@ -47,11 +47,11 @@ def averaged(
     server, data = server_of(replace(state, backbone=model)), slice_data(world, slice_)
     rounds = rounds_of(world, state, slice_, local, chunk)
     server, reports = federate(world, server, data, slice_, rounds, plain_losses(world))
-    told = told_of(server, data, reports, 0)
+    told = report_slice(server, data, reports, 0)
     return after_slice(state, server, rounds.count, data, slice_), data, told
 
 
-def finetuned(
+def finetune(
     world: World, state: FederatedState, data: ClientData, slice_: TimeSlice, local: LocalSteps, chunk: int
 ) -> tuple[FederatedState, Diagnostics]:
     """The state with a fresh copy for every active client, fine-tuned from the server's weights."""
@@ -59,9 +59,9 @@ def finetuned(
         return without_copies(state), {}
     server, device = server_of(state), state.backbone.items.device
     layout = personal_layout(server.model, server.prompt)
-    common = flat(weights_of(server.model, server.prompt), layout)
+    common = flatten(weights_of(server.model, server.prompt), layout)
     start = common.expand(len(data), -1)
-    end = personalised(world, server, layout, start, data, slice_, local, chunk)
+    end = personalise(world, server, layout, start, data, slice_, local, chunk)
     shift = float((end - start).norm(dim=-1).mean()) if len(data) else 0.0
     told: Diagnostics = {"personal_shift": shift, "trainable_parameters_per_user": layout.size}
     return replace(state, owners=data.users.to(device), personal=end), told
@@ -79,7 +79,7 @@ class FedAvg:
     chunk: int = 64  # clients computed at once; changes memory and speed, not results
 
     def start(self, world: World) -> FederatedState:
-        return started(world, prompted=world.config.variant == "peft")
+        return start_state(world, prompted=world.config.variant == "peft")
 
     def learn(
         self, world: World, state: FederatedState, slice_: TimeSlice, descend: Descend
@@ -87,15 +87,15 @@ class FedAvg:
         peft, clip = bool(len(state.prompt)), world.config.training.max_grad_norm
         local = LocalSteps(self.epochs, self.peft_rate if peft else self.rate, self.optimiser, clip)
         tuning = LocalSteps(self.ft_steps, self.peft_ft_rate if peft else self.ft_rate, self.optimiser, clip)
-        state, data, told = averaged(world, without_copies(state), slice_, local, self.chunk)
-        state, more = finetuned(world, state, data, slice_, tuning, self.chunk)
+        state, data, told = federated_averaging(world, without_copies(state), slice_, local, self.chunk)
+        state, more = finetune(world, state, data, slice_, tuning, self.chunk)
         return state, {**told, **more}
 
     def score(self, world: World, state: FederatedState, queries: Queries) -> Float[Tensor, "B I"]:
-        return scored(state, queries)
+        return score_with_copies(state, queries)
 
     def evidence(self, state: FederatedState) -> Evidence:
         return evidence_of(state)
 
     def releases(self, world: World, state: FederatedState, slices_ahead: int = 0) -> Ledger:
-        return released(world, state, slices_ahead)
+        return list_releases(world, state, slices_ahead)

@@ -63,8 +63,8 @@ class Server:
         return self.layout.size + int(self.rows.sum()) * self.model.config.width
 
 
-def started(world: World, *, prompted: bool) -> FederatedState:
-    """The warmed-up backbone, a first shared prompt where there is to be one, and the noise the budget asks for."""
+def start_state(world: World, *, prompted: bool) -> FederatedState:
+    """State before slice 1: warmed-up backbone, first shared prompt if `prompted`, and the planned noise."""
     privacy, config = world.config.privacy, world.config.backbone
     if privacy.wrap and privacy.trust != "central":
         raise ConfigError(f"federated baselines are private under central trust only, got trust {privacy.trust!r}")
@@ -154,8 +154,8 @@ def evidence_of(state: FederatedState) -> Evidence:
     return Evidence(state.slice_index, newest_target=state.newest_target, item_rows=state.backbone.n_rows)
 
 
-def released(world: World, state: FederatedState, slices_ahead: int) -> Ledger:
-    """What has left the devices so far and what the next slices will make leave; nothing where nothing is noised."""
+def list_releases(world: World, state: FederatedState, slices_ahead: int) -> Ledger:
+    """Releases so far and of the next slices; empty for a run without noise."""
     privacy = world.config.privacy
     if not privacy.wrap:
         return ()

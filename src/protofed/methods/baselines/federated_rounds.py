@@ -19,17 +19,17 @@ from protofed.federation.stacked import (
     Losses,
     PairedWindows,
     Stack,
-    chosen,
     clipped_sum,
     deltas_of,
-    drawn,
-    flat,
-    named,
+    draw_negatives_of_steps,
+    flatten,
     pair_items,
+    select_clients,
     squared_norms,
     stacked_losses,
     targets_of,
-    trained,
+    train_stack,
+    unflatten,
     weighted_sum,
 )
 from protofed.methods.baselines.federated import FederatedState, Server, weights_of
@@ -138,16 +138,14 @@ def one_round(
 ) -> tuple[Server, RoundReport]:
     """Everybody tosses a coin; those it chose upload, if they have events; the server takes one step."""
     coin = toss_coins(world.config.seed, torch.arange(rounds.population), round_, rounds.sampling_rate)
-    cohort = chosen(data, coin[data.users])
+    cohort = select_clients(data, coin[data.users])
     device, width = server.model.items.device, server.model.config.width
     dense = torch.zeros(server.layout.size, dtype=torch.float64, device=device)
     table = torch.zeros(len(server.rows), width, dtype=torch.float64, device=device)
     total, seen = 0.0, []
     for where, windows in chunks(cohort, stack_size(rounds.chunk, server.model.items), device):
         users = cohort.users[where].to(device)
-        start, end, lesson, loss = cohort_trained(
-            world, server, windows, users, slice_, rounds.local, round_, losses_for
-        )
+        start, end, lesson, loss = train_cohort(world, server, windows, users, slice_, rounds.local, round_, losses_for)
         deltas = deltas_of(start, end, lesson, len(server.rows))
         factors = targets_of(windows, len(users)).double()
         if rounds.clip_radius:
@@ -158,12 +156,12 @@ def one_round(
         seen.append(torch.stack([loss.double(), squared_norms(deltas.stack, deltas.clients).sqrt(), factors]))
     told = torch.cat([torch.zeros(3, 0, dtype=torch.float64, device=device), *seen], dim=1)
     if rounds.clip_radius:
-        dense, table = noised(world, server, dense, table, rounds, round_)
+        dense, table = add_noise(world, server, dense, table, rounds, round_)
         total = rounds.sampling_rate * rounds.population
     return server_step(server, dense / max(total, 1e-9), table / max(total, 1e-9)), report_of(told, rounds)
 
 
-def cohort_trained(
+def train_cohort(
     world: World,
     server: Server,
     windows: Windows,
@@ -173,18 +171,20 @@ def cohort_trained(
     round_: int,
     losses_for: LossesFor,
 ) -> tuple[Stack, Stack, PairedWindows, Float[Tensor, " U"]]:
-    """A stack of clients at the broadcast and after its local steps, what it learned from, and its loss."""
+    """A stack of clients before and after its local steps, with its training windows and losses."""
     training = world.config.training
     key = ROUND_KEYS + round_ * STEPS_PER_ROUND
-    negatives = drawn(windows, local.steps, training.negatives, slice_.n_train_items, seed=world.config.seed, key=key)
+    negatives = draw_negatives_of_steps(
+        windows, local.steps, training.negatives, slice_.n_train_items, seed=world.config.seed, key=key
+    )
     lesson = pair_items(windows, negatives, len(users))
-    weights = flat(weights_of(server.model, server.prompt), server.layout)
+    weights = flatten(weights_of(server.model, server.prompt), server.layout)
     start = Stack(weights.repeat(len(users), 1), broadcast_rows(server, lesson))
-    end, loss = trained(start, lesson.clients, losses_for(server, lesson, users, round_), local)
+    end, loss = train_stack(start, lesson.clients, losses_for(server, lesson, users, round_), local)
     return start, end, lesson, loss
 
 
-def noised(
+def add_noise(
     world: World,
     server: Server,
     dense: Float[Tensor, " D"],
@@ -192,7 +192,7 @@ def noised(
     rounds: Rounds,
     round_: int,
 ) -> tuple[Float[Tensor, " D"], Float[Tensor, "n d"]]:
-    """The sums with noise in every coordinate that trains, whether anybody touched it or not."""
+    """The sums with noise in every trained coordinate, also where no client contributed."""
     noise = server_noise(world.config.seed, round_)
     std = rounds.noise_multiplier * rounds.clip_radius
     every = add_gaussian_noise(torch.cat([dense, table[server.rows].flatten()]), std, noise)
@@ -204,7 +204,7 @@ def noised(
 def server_step(server: Server, dense: Float[Tensor, " D"], table: Float[Tensor, "n d"]) -> Server:
     """The server with these steps added to its weights and rows."""
     model, prompt = copy.deepcopy(server.model), server.prompt
-    steps, weights = named(server.layout, dense), dict(model.named_parameters())
+    steps, weights = unflatten(server.layout, dense), dict(model.named_parameters())
     with torch.no_grad():
         for name in server.layout.names:
             if name != PROMPT:
@@ -225,8 +225,8 @@ def report_of(told: Float[Tensor, "three U"], rounds: Rounds) -> RoundReport:
     return replace(report, clipped=clipped) if rounds.clip_radius else report
 
 
-def told_of(server: Server, data: ClientData, reports: Sequence[RoundReport], per_user: int) -> Diagnostics:
-    """What the run's log keeps of a slice: bytes are those of one client in one round, dense float32 tensors."""
+def report_slice(server: Server, data: ClientData, reports: Sequence[RoundReport], per_user: int) -> Diagnostics:
+    """Diagnostics of a slice for the run's log; bytes count one client in one round, dense float32 tensors."""
     size = FLOAT_BYTES * server.parameters
     costs = Costs(size, size, server.parameters, per_user)
     return {"active_clients": len(data), **summarise_rounds(reports), **costs.diagnostics()}

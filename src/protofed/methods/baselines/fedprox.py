@@ -16,9 +16,9 @@ from torch import Tensor
 
 from protofed.backbone.training import Descend
 from protofed.federation.stacked import LocalSteps
-from protofed.methods.baselines.fedavg import averaged, finetuned
-from protofed.methods.baselines.federated import FederatedState, evidence_of, released, started
-from protofed.methods.baselines.personal_copies import scored, without_copies
+from protofed.methods.baselines.fedavg import federated_averaging, finetune
+from protofed.methods.baselines.federated import FederatedState, evidence_of, list_releases, start_state
+from protofed.methods.baselines.personal_copies import score_with_copies, without_copies
 from protofed.methods.protocol import Diagnostics, World
 from protofed.privacy.ledger import Ledger
 from protofed.slices.histories import Queries
@@ -40,7 +40,7 @@ class FedProx:
     chunk: int = 64
 
     def start(self, world: World) -> FederatedState:
-        return started(world, prompted=world.config.variant == "peft")
+        return start_state(world, prompted=world.config.variant == "peft")
 
     def learn(
         self, world: World, state: FederatedState, slice_: TimeSlice, descend: Descend
@@ -49,15 +49,15 @@ class FedProx:
         rate, mu = (self.peft_rate, self.peft_mu) if peft else (self.rate, self.mu)
         local = LocalSteps(self.epochs, rate, self.optimiser, clip, pull=mu)
         tuning = LocalSteps(self.ft_steps, self.peft_ft_rate if peft else self.ft_rate, self.optimiser, clip)
-        state, data, told = averaged(world, without_copies(state), slice_, local, self.chunk)
-        state, more = finetuned(world, state, data, slice_, tuning, self.chunk)
+        state, data, told = federated_averaging(world, without_copies(state), slice_, local, self.chunk)
+        state, more = finetune(world, state, data, slice_, tuning, self.chunk)
         return state, {**told, **more, "pull": mu}
 
     def score(self, world: World, state: FederatedState, queries: Queries) -> Float[Tensor, "B I"]:
-        return scored(state, queries)
+        return score_with_copies(state, queries)
 
     def evidence(self, state: FederatedState) -> Evidence:
         return evidence_of(state)
 
     def releases(self, world: World, state: FederatedState, slices_ahead: int = 0) -> Ledger:
-        return released(world, state, slices_ahead)
+        return list_releases(world, state, slices_ahead)

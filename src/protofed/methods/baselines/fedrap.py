@@ -35,7 +35,7 @@ from protofed.client.own_rows import (
     subset,
     with_met_items,
     with_own_scores,
-    written_back,
+    write_back,
 )
 from protofed.federation.stacked import (
     Layout,
@@ -43,20 +43,20 @@ from protofed.federation.stacked import (
     Losses,
     PairedWindows,
     Stack,
-    drawn,
+    draw_negatives_of_steps,
     layout_of,
     pair_items,
     stacked_losses,
-    trained,
+    train_stack,
 )
 from protofed.methods.baselines.federated import (
     FederatedState,
     Server,
     after_slice,
     evidence_of,
-    released,
+    list_releases,
     slice_data,
-    started,
+    start_state,
     with_rows,
 )
 from protofed.methods.baselines.federated_rounds import (
@@ -64,8 +64,8 @@ from protofed.methods.baselines.federated_rounds import (
     broadcast_rows,
     federate,
     own_or_fixed,
+    report_slice,
     rounds_of,
-    told_of,
 )
 from protofed.methods.baselines.personal_copies import STEPS_PER_SLICE, copies_of, with_copies
 from protofed.methods.protocol import Diagnostics, World
@@ -205,12 +205,14 @@ def own_steps(
     for where, windows in chunks(data, stack_size(chunk, model.items), device):
         n, key = where.stop - where.start, slice_.index * STEPS_PER_SLICE
         n_items = slice_.n_train_items
-        negatives = drawn(windows, local.steps, training.negatives, n_items, seed=world.config.seed, key=key)
+        negatives = draw_negatives_of_steps(
+            windows, local.steps, training.negatives, n_items, seed=world.config.seed, key=key
+        )
         lessons = [pair_items(windows, each[None], n) for each in negatives]
         part, place = subset(own, users[where])
         losses = own_losses(model, part, lessons, weights, LOSSES[training.loss])
-        end, _ = trained(Stack(b[where], part.rows), part.clients, losses, local)
-        own = written_back(own, place, replace(part, rows=end.rows))
+        end, _ = train_stack(Stack(b[where], part.rows), part.clients, losses, local)
+        own = write_back(own, place, replace(part, rows=end.rows))
         learned.append(end.dense)
     return FedRAPState(with_copies(state.shared, users, torch.cat(learned)), own)
 
@@ -231,7 +233,7 @@ class FedRAP:
         return penalties_at(round_, self.separation, self.sparsity, self.margin)
 
     def start(self, world: World) -> FedRAPState:
-        shared = started(world, prompted=False)
+        shared = start_state(world, prompted=False)
         return FedRAPState(shared, no_rows(world.config.backbone.width, device=world.backbone.items.device))
 
     def server(self, world: World, model: SASRec, prompt: Float[Tensor, "L_p d"]) -> Server:
@@ -260,7 +262,7 @@ class FedRAP:
         after = own_steps(world, server.model, FedRAPState(shared, own), data, slice_, steps, weights, self.chunk)
         width = world.config.backbone.width
         per_user = width + len(after.own) * width // max(len(after.shared.owners), 1)
-        return after, {**told_of(server, data, reports, per_user), **told_of_own(server.model, after, weights)}
+        return after, {**report_slice(server, data, reports, per_user), **report_own_rows(server.model, after, weights)}
 
     def score(self, world: World, state: FedRAPState, queries: Queries) -> Float[Tensor, "B I"]:
         model, own, users = state.shared.backbone, state.own, queries.users
@@ -273,10 +275,10 @@ class FedRAP:
         return evidence_of(state.shared)
 
     def releases(self, world: World, state: FedRAPState, slices_ahead: int = 0) -> Ledger:
-        return released(world, state.shared, slices_ahead)
+        return list_releases(world, state.shared, slices_ahead)
 
 
-def told_of_own(model: SASRec, state: FedRAPState, weights: Penalties) -> dict[str, int | float]:
+def report_own_rows(model: SASRec, state: FedRAPState, weights: Penalties) -> dict[str, int | float]:
     """What the run's log keeps of D, and how far it lies from C."""
     own = state.own
     told: dict[str, int | float] = {"own_rows": len(own), "separation_weight": weights.separation}

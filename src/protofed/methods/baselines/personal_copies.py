@@ -14,12 +14,12 @@ from protofed.federation.stacked import (
     Layout,
     LocalSteps,
     Stack,
-    drawn,
-    flat,
+    draw_negatives_of_steps,
+    flatten,
     layout_of,
     stacked_last_hidden,
     stacked_losses,
-    trained,
+    train_stack,
 )
 from protofed.methods.baselines.federated import FederatedState, Server, weights_of
 from protofed.methods.protocol import World
@@ -39,7 +39,7 @@ def personal_layout(model: SASRec, prompt: Float[Tensor, "L_p d"]) -> Layout:
     return layout_of(weights, (PROMPT,) if len(prompt) else names)
 
 
-def personalised(
+def personalise(
     world: World,
     server: Server,
     layout: Layout,
@@ -49,13 +49,15 @@ def personalised(
     local: LocalSteps,
     chunk: int,
 ) -> Float[Tensor, "A D"]:
-    """Every active client's copy after local steps, pulled towards the server's weights; nothing leaves the devices."""
+    """Personal copies after local steps, pulled towards the server's weights; nothing leaves the devices."""
     training, device = world.config.training, server.model.items.device
-    anchor, parts = flat(weights_of(server.model, server.prompt), layout), [start[:0]]
+    anchor, parts = flatten(weights_of(server.model, server.prompt), layout), [start[:0]]
     for where, windows in chunks(data, stack_size(chunk, server.model.items), device):
         key = slice_.index * STEPS_PER_SLICE
         n_items = slice_.n_train_items
-        negatives = drawn(windows, local.steps, training.negatives, n_items, seed=world.config.seed, key=key)
+        negatives = draw_negatives_of_steps(
+            windows, local.steps, training.negatives, n_items, seed=world.config.seed, key=key
+        )
 
         def losses(at: Stack, step: int, windows: Windows = windows, negatives: Tensor = negatives) -> Tensor:
             element_loss = LOSSES[training.loss]
@@ -63,7 +65,7 @@ def personalised(
 
         begin = without_rows(start[where], server.model.config.width)
         target = without_rows(anchor.expand_as(begin.dense), server.model.config.width)
-        end, _ = trained(begin, torch.zeros(0, dtype=torch.int64, device=device), losses, local, target)
+        end, _ = train_stack(begin, torch.zeros(0, dtype=torch.int64, device=device), losses, local, target)
         parts.append(end.dense)
     return torch.cat(parts)
 
@@ -98,14 +100,14 @@ def without_copies(state: FederatedState) -> FederatedState:
     return replace(state, owners=state.owners[:0], personal=state.personal[:0])
 
 
-def scored(state: FederatedState, queries: Queries) -> Float[Tensor, "B I"]:
-    """Scores with each user's own copy; a user without one, or everybody where there are none, uses the server's."""
+def score_with_copies(state: FederatedState, queries: Queries) -> Float[Tensor, "B I"]:
+    """Scores with each user's personal copy, or with the server's weights for users without one."""
     model, device = state.backbone, state.backbone.items.device
     if not len(state.owners):
         prompt = state.prompt.expand(len(queries), -1, -1) if len(state.prompt) else None
         return model.scores(model.last_hidden(queries.tokens, prompt), queries.n_items)
     layout = personal_layout(model, state.prompt)
-    common = flat(weights_of(model, state.prompt), layout)
+    common = flatten(weights_of(model, state.prompt), layout)
     hidden = [torch.zeros(0, model.config.width, device=device)]
     size = stack_size(QUERIES_AT_ONCE, model.items)
     for first in range(0, len(queries), size):
