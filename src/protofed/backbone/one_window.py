@@ -6,16 +6,16 @@ change is the gradient of the rows, in the order in which they were read (`LookU
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 from protofed.backbone.extras import Dealt, Extra, Lots, Notes
+from protofed.backbone.functional import lending
 from protofed.backbone.losses import ElementLoss, window_losses
 from protofed.backbone.sasrec import SASRec
 from protofed.slices.histories import PAD
@@ -74,7 +74,7 @@ class OneWindowLoss:
         lots, look_ups = Dealt(torch.zeros(1, device=device).expand(PLENTY)), LookUps(self.model)
         asked = reading(self.model, look_ups)
         with torch.enable_grad():
-            loss = with_weights(self.model, {TABLE: table}, lambda: self(asked, window, negatives, lots)[0])
+            loss = lending(self.model, {TABLE: table}, lambda: self(asked, window, negatives, lots)[0])
             (elsewhere, *_) = torch.autograd.grad(loss, [table, *look_ups.changes], allow_unused=True)
         return Needs(lots.used, tuple(tuple(items.shape) for items in look_ups.items), elsewhere is None)
 
@@ -111,21 +111,3 @@ def empty_window(tokens: int, targets: int, device: torch.device) -> Windows:
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     columns = zero[:, None].expand(-1, targets)
     return Windows(zero, zero[:, None].expand(-1, tokens) + PAD, columns, columns + NO_TARGET, zero - 1)
-
-
-class _Asking(nn.Module):
-    """A question about a model as the `forward` that `functional_call` wants."""
-
-    def __init__(self, model: SASRec, ask: Callable[[], object]) -> None:
-        super().__init__()
-        self.model, self.ask = model, ask
-
-    def forward(self) -> object:
-        return self.ask()
-
-
-def with_weights(model: SASRec, weights: Mapping[str, Tensor], ask: Callable[[], T]) -> T:
-    """What `ask` gives while the model has these weights; the model itself is not changed."""
-    lent = {f"model.{name}": weight for name, weight in weights.items()}
-    answer: T = functional_call(_Asking(model, ask), lent, ())
-    return answer

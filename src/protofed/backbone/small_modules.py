@@ -5,13 +5,12 @@ LoRA and adapters change nothing as they start; a prompt or a prefix always does
 """
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Generator, Tensor, nn
-from torch.func import functional_call
 
 from protofed.backbone.injection import rescale_like, visible
 from protofed.backbone.new_items import only_rows
@@ -209,27 +208,6 @@ def with_weights(model: SASRec, weights: Weights) -> SASRec:
         for name, parameter in small_parameters(model).items():
             parameter.copy_(weights[name])
     return at_rest(model)
-
-
-def lending(model: SASRec, weights: Weights, ask: Callable[[], Tensor]) -> Tensor:
-    """What `ask` gives while the model's small modules have these values; nothing of the model is copied or changed.
-
-    Shapes may differ from the model's own, e.g. a LoRA of another rank.
-    """
-    lent = {f"model.{name}": tensor.to(model.items.device) for name, tensor in weights.items()}
-    answer: Tensor = functional_call(_Asking(model, ask), lent, ())
-    return answer
-
-
-class _Asking(nn.Module):
-    """A question about a model as the `forward` that `functional_call` wants."""
-
-    def __init__(self, model: SASRec, ask: Callable[[], Tensor]) -> None:
-        super().__init__()
-        self.model, self.ask = model, ask
-
-    def forward(self) -> Tensor:
-        return self.ask()
 
 
 def modules_and_rows(new: Bool[Tensor, " n"], learning_rate: float) -> Trainable:

@@ -13,10 +13,11 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch import Tensor
+from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from protofed.backbone.functional import lending
 from protofed.backbone.losses import ElementLoss, window_losses
 from protofed.backbone.sasrec import Embed, SASRec
 from protofed.client.lessons import ClientData, negatives_of
@@ -145,25 +146,13 @@ def row_lookup(table: Float[Tensor, "P d"] | None) -> Embed | None:
     return None if table is None else lambda places: F.embedding(places.clamp(min=0), table)
 
 
-class _Called(nn.Module):
-    """A backbone whose call is another function of it: `functional_call` replaces weights only around a call."""
-
-    def __init__(self, model: SASRec, what: Callable[..., object]) -> None:
-        super().__init__()
-        self.model, self.what = model, what
-
-    def forward(self, *arguments: object) -> object:
-        return self.what(self.model, *arguments)
-
-
 def _with_weights(model: SASRec, layout: Layout, what: Callable[..., object]) -> Callable[..., object]:
     """`what(model, prompt, *arguments)` with a vector's weights in place of the model's, for a stack of vectors."""
-    called = _Called(model, what)
 
     def one(vector: Tensor, *arguments: Tensor) -> object:
         weights = unflatten(layout, vector)
         prompt = weights.pop(PROMPT)[None] if PROMPT in weights else None
-        return functional_call(called, {f"model.{name}": w for name, w in weights.items()}, (prompt, *arguments))
+        return lending(model, weights, lambda: what(model, prompt, *arguments))
 
     return vmap(one)
 

@@ -21,7 +21,8 @@ from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from protofed.backbone.extras import Dealt
-from protofed.backbone.one_window import TABLE, LookUps, OneWindowLoss, reading, with_weights
+from protofed.backbone.functional import lending
+from protofed.backbone.one_window import TABLE, LookUps, OneWindowLoss, reading
 from protofed.backbone.recorded import Inputs, Shape, columns, from_columns, padded
 from protofed.slices.histories import PAD
 from protofed.slices.windows import Windows, real_targets
@@ -192,7 +193,7 @@ def gradients_of(
     def one(dense: Mapping[str, Tensor], changes: list[Tensor], own: list[Tensor], n: Tensor, lots: Tensor) -> object:
         inputs, look_ups = from_columns([column[None] for column in own]), LookUps(model, changes)
         asked = reading(model, look_ups) if by_rows else model
-        total, notes = with_weights(model, dense, lambda: loss(asked, inputs.batch, inputs.negatives, Dealt(lots)))
+        total, notes = lending(model, dense, lambda: loss(asked, inputs.batch, inputs.negatives, Dealt(lots)))
         return total / n, (look_ups.items, notes.sums, notes.counts)
 
     with sdpa_kernel(SDPBackend.MATH):  # the one that vmap knows how to batch

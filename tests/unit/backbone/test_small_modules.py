@@ -11,6 +11,7 @@ from torch import Generator, Tensor, nn
 from worlds import random_model, tiny_config, tiny_stream, warmed_up
 
 from protofed.backbone import training
+from protofed.backbone.functional import lending
 from protofed.backbone.losses import LOSSES, window_losses
 from protofed.backbone.sasrec import SASRec, at_rest, grown
 from protofed.backbone.small_modules import (
@@ -19,7 +20,6 @@ from protofed.backbone.small_modules import (
     LoRALinear,
     Prompt,
     folded,
-    lending,
     modules_and_rows,
     prefix_like,
     prefix_of,

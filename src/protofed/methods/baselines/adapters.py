@@ -23,9 +23,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from protofed.backbone.functional import lending
 from protofed.backbone.losses import LOSSES, draw_negatives, window_losses
 from protofed.backbone.sasrec import SASRec
-from protofed.backbone.small_modules import Weights, lending, modules_and_rows, small_weights, with_adapters
+from protofed.backbone.small_modules import Weights, modules_and_rows, small_weights, with_adapters
 from protofed.backbone.training import Descend
 from protofed.methods.baselines.buffer import within
 from protofed.methods.baselines.finetune_last import fine_tuned

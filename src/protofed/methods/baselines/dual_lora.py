@@ -24,8 +24,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from protofed.backbone.functional import lending
 from protofed.backbone.sasrec import SASRec
-from protofed.backbone.small_modules import Weights, lending, modules_and_rows, small_weights, with_lora, with_weights
+from protofed.backbone.small_modules import Weights, modules_and_rows, small_weights, with_lora, with_weights
 from protofed.backbone.training import Descend, Fit, Task, best_of, train
 from protofed.backbone.validation import exam_of, mean_grade
 from protofed.methods.baselines.buffer import within

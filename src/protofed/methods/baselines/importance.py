@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from protofed.backbone.extras import Extra, Lots, Notes
+from protofed.backbone.functional import lending
 from protofed.backbone.one_window import OneWindowLoss
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.small_modules import small_parameters
@@ -198,16 +199,10 @@ def first_places(items: Int[Tensor, "B K"]) -> Int[Tensor, "B K"]:
     return (items[:, :, None] == items[:, None, :]).int().argmax(-1)
 
 
-class _Asking(nn.Module):
-    """A backbone as a function of one history and its candidates: the shape that `functional_call` wants."""
-
-    def __init__(self, model: SASRec) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Int[Tensor, " L"], candidates: Int[Tensor, " C"]) -> tuple[Tensor, Tensor]:
-        hidden = self.model.last_hidden(tokens[None])[0]
-        return hidden, self.model.embed(candidates) @ hidden
+def read(model: SASRec, tokens: Int[Tensor, " L"], candidates: Int[Tensor, " C"]) -> tuple[Tensor, Tensor]:
+    """The last state of one history, and its candidates' scores."""
+    hidden = model.last_hidden(tokens[None])[0]
+    return hidden, model.embed(candidates) @ hidden
 
 
 def mean_gradient_sizes(
@@ -217,13 +212,13 @@ def mean_gradient_sizes(
 
     Each example sees a table of its own items only, so that its gradient never has the size of the catalogue.
     """
-    asking, totals = _Asking(model), zeros_of(model)
-    shared = {f"model.{name}": weight.detach() for name, weight in learned_again(model).items() if name != "items"}
+    totals = zeros_of(model)
+    shared = {name: weight.detach() for name, weight in learned_again(model).items() if name != "items"}
 
     def one(weights: Weights, rows: Tensor, known: Tensor, tokens: Tensor, asked: Tensor, choice: Tensor) -> Tensor:
-        local = {**weights, "model.items": rows, "model.has_row": known}
+        local = {**weights, "items": rows, "has_row": known}
         with sdpa_kernel(SDPBackend.MATH):  # the one that vmap knows how to batch
-            hidden, logits = functional_call(asking, local, (tokens, asked))
+            hidden, logits = lending(model, local, lambda: read(model, tokens, asked))
         return objective(hidden, logits, choice)
 
     gradients: Callable[..., tuple[dict[str, Tensor], Tensor]]
@@ -238,5 +233,5 @@ def mean_gradient_sizes(
         if "items" in totals:
             totals["items"].index_add_(0, inside.flatten(), size(rows).flatten(0, 1))
         for name, gradient in dense.items():
-            totals[name.removeprefix("model.")] += size(gradient).sum(0)
+            totals[name] += size(gradient).sum(0)
     return {name: total / max(len(examples), 1) for name, total in totals.items()}
