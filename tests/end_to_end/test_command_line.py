@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import protofed as package
 from protofed.cli.main import main
 from protofed.cli.run import settle
 from protofed.config import RunConfig
@@ -123,6 +124,30 @@ def test_a_promise_that_cannot_be_kept_is_refused_in_one_line(tmp_path, argument
     (line,) = [line for line in done.stderr.strip().splitlines() if line.startswith("error: ")]
     assert message in line
     assert not (tmp_path / "run" / "metrics.parquet").exists()
+
+
+HEAVY = {"torch", "numpy", "scipy", "polars", "pyarrow", "matplotlib", "dp_accounting", "safetensors", "jaxtyping"}
+COMMANDS = ("run", "bench", "report", "pack", "demo", "privacy", "tune", "data")
+
+
+@pytest.mark.parametrize("words", [("--help",), ("--version",), *((command, "--help") for command in COMMANDS)])
+def test_help_is_answered_without_loading_what_only_work_needs(tmp_path, words):
+    code = f"import sys; sys.argv = {['protofed', *words]}; from protofed.cli.main import main; main()"
+    listing = f"import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); {code}"
+    done = subprocess.run([sys.executable, "-c", listing], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    loaded = set(done.stderr.split())
+    assert "protofed.cli.main" in loaded
+    assert loaded & HEAVY == set()
+
+
+def test_the_version_is_one_line(tmp_path):
+    assert protofed("--version", cwd=tmp_path) == Done(0, f"protofed {package.__version__}\n", "")
+
+
+def test_no_arguments_are_answered_with_help(tmp_path):
+    assert "Usage" in "".join(protofed(cwd=tmp_path)[1:])
 
 
 def test_the_installed_command_lists_the_methods(tmp_path):

@@ -6,19 +6,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from protofed.config import RunConfig, in_range, override, parse_override, preset, values_of
-from protofed.data.interactions import InteractionLog
 from protofed.errors import ConfigError, MissingExtra
-from protofed.methods.catalogue import METHODS, configured, method_named
-from protofed.privacy.accountant import adjacency, epsilon, rounded_up
-from protofed.privacy.ledger import SHARE, claim, read_ledger, share_with_base_events
-from protofed.seeds import stream
+
+if TYPE_CHECKING:
+    from protofed.data.interactions import InteractionLog
 
 CACHE = Path.home() / ".cache" / "protofed"
 
@@ -89,8 +87,11 @@ def wrapping(method: str, flags: Mapping[str, object]) -> dict[str, object]:
     return {"privacy.wrap": True} if asked and method != "protofed-sp" else {}
 
 
-def promised(ledger: Path, config: RunConfig, log: InteractionLog) -> dict[str, object] | None:
+def promised(ledger: Path, config: RunConfig, log: "InteractionLog") -> dict[str, object] | None:
     """What the run's ledger promises against both adversaries, or why no ε is stated; None where there is no claim."""
+    from protofed.privacy.accountant import adjacency, epsilon, rounded_up
+    from protofed.privacy.ledger import SHARE, claim, read_ledger
+
     releases, trust = read_ledger(ledger)
     if not releases:
         return None
@@ -106,8 +107,9 @@ def promised(ledger: Path, config: RunConfig, log: InteractionLog) -> dict[str, 
     return said
 
 
-def share_of(log: InteractionLog, config: RunConfig) -> float:
+def share_of(log: "InteractionLog", config: RunConfig) -> float:
     """Which part of the users whose later events are protected has events in the base block, which are not."""
+    from protofed.privacy.ledger import share_with_base_events
     from protofed.slices.stream import SliceStream
 
     return share_with_base_events(log.users.numpy(), SliceStream(log, config.stream).bounds[0].end)
@@ -115,6 +117,8 @@ def share_of(log: InteractionLog, config: RunConfig) -> float:
 
 def settle(flags: Mapping[str, object], file: Path | None = None, settings: Sequence[str] = ()) -> RunConfig:
     """The run's config: what the preset and the method bring along, then the file, then flags, then --set."""
+    from protofed.methods.catalogue import configured, method_named
+
     written = values_of(file) if file is not None else {}
     typed = dict(parse_override(text) for text in settings)
     named = {**written, **flags, **typed}
@@ -126,7 +130,7 @@ def settle(flags: Mapping[str, object], file: Path | None = None, settings: Sequ
     return chosen
 
 
-def load(config: RunConfig, root: Path) -> InteractionLog:
+def load(config: RunConfig, root: Path) -> "InteractionLog":
     """The log a config names: the synthetic world, or a prepared log under `root`, thinned to the asked-for clients."""
     from protofed.data.filters import subsample_users
     from protofed.data.prepared import load_log
@@ -136,14 +140,17 @@ def load(config: RunConfig, root: Path) -> InteractionLog:
     return subsample_users(log, config.clients, seed=0) if config.clients else log
 
 
-def synthetic_log() -> InteractionLog:
+def synthetic_log() -> "InteractionLog":
     """The embedded world: the same events for every seed of a method."""
     from protofed.data.synthetic import drifting_world, preset
+    from protofed.seeds import stream
 
     return drifting_world(preset("default"), stream(0, "synthetic world")).log
 
 
 def print_methods(as_json: bool) -> None:
+    from protofed.methods.catalogue import METHODS
+
     if as_json:
         print(json.dumps({name: entry.summary for name, entry in METHODS.items()}, indent=2))
         return
