@@ -23,7 +23,7 @@ CACHE = Path.home() / ".cache" / "protofed"
 
 def run(
     dataset: Annotated[str | None, typer.Option(help="a prepared log under --root, or `synthetic`")] = None,
-    method: Annotated[str | None, typer.Option(help="see --list-methods")] = None,
+    method: Annotated[str | None, typer.Option(help="one of --list-methods, or package.module:Name")] = None,
     out: Annotated[Path | None, typer.Option(help="the run's folder; the same command resumes it")] = None,
     root: Annotated[Path, typer.Option(help="folder of prepared logs")] = Path("data"),
     variant: Annotated[str | None, typer.Option(help="standard, or peft: frozen backbone and a shared prompt")] = None,
@@ -64,7 +64,9 @@ def run(
     }
     given |= {"protofed.mode": mode, "privacy.trust": trust} | budget(target_epsilon, noise_multiplier)
     given["protofed.ablate"] = ",".join(sorted(set(ablate))) if ablate else None
-    chosen = settle({key: value for key, value in given.items() if value is not None}, config, settings or [])
+    flags = {key: value for key, value in given.items() if value is not None}
+    check_named(flags, config, settings or [])
+    chosen = settle(flags, config, settings or [])
     log = load(chosen, root)
     experiment = Experiment(chosen, log, cache, pick_device(device), shlex.join(["protofed", *sys.argv[1:]]))
     with shown(Console(stderr=True)) as progress, tracked(track, out, chosen.stream.n_slices, progress) as watched:
@@ -113,6 +115,16 @@ def share_of(log: "InteractionLog", config: RunConfig) -> float:
     from protofed.slices.stream import SliceStream
 
     return share_with_base_events(log.users.numpy(), SliceStream(log, config.stream).bounds[0].end)
+
+
+def check_named(flags: Mapping[str, object], file: Path | None, settings: Sequence[str]) -> None:
+    """Refuse a run whose data set or method nobody named: a default would be somebody else's choice."""
+    written = values_of(file) if file is not None else {}
+    named = {*written, *flags, *(parse_override(text)[0] for text in settings)}
+    ways = {"dataset": "a prepared log under --root, or --dataset synthetic", "method": "one of --list-methods"}
+    for key, way_out in ways.items():
+        if key not in named:
+            raise ConfigError(f"--{key} is missing: name {way_out}; a file given with --config may name it too")
 
 
 def settle(flags: Mapping[str, object], file: Path | None = None, settings: Sequence[str] = ()) -> RunConfig:
