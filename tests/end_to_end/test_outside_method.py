@@ -128,6 +128,15 @@ def test_what_is_no_method_is_one_line(place, words, message):
     assert not (place / "run").exists()
 
 
+def test_a_bench_runs_it_beside_the_others(place, cache):
+    methods = "own.newest:Newest,popularity"
+    words = ["--methods", methods, "--datasets", "synthetic", "--cache", cache, "--out", "bench", "--json", *FAST]
+    done = protofed("bench", *words, cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert {row["method"] for row in json.loads(done.stdout)["rows"]} == set(methods.split(","))
+    assert (place / "bench" / "synthetic" / "own.newest%3ANewest" / "default" / "seed-0" / "config.toml").is_file()
+
+
 def test_one_that_says_what_it_releases_runs_under_a_budget_and_its_ledger_is_priced(place, cache):
     words = ["--method", "own.newest:Noised", "--target-epsilon", "3.4", "--cache", cache]
     told = json.loads(protofed(*RUN, *words, cwd=place).stdout)["privacy"]
