@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import protofed as package
 from protofed.cli.main import main
 from protofed.cli.run import settle
 from protofed.config import RunConfig
@@ -24,6 +25,7 @@ FAST = [
     *("--set", "stream.n_slices=2", "--set", "backbone.width=16", "--set", "backbone.layers=1"),
     *("--set", "backbone.history_length=10", "--set", "training.base_epochs=1", "--set", "training.slice_epochs=1"),
 ]
+POPULARITY = ["--dataset", "synthetic", "--method", "popularity"]
 
 
 class Done(NamedTuple):
@@ -65,7 +67,7 @@ def write_log(root: Path, name: str, times: list[int], n_items: int = 30) -> Non
 
 
 def test_a_run_prints_its_numbers_as_json_and_a_second_call_only_shows_them(tmp_path):
-    arguments = ["run", "--method", "popularity", "--out", "run", "--cache", "cache", "--json", *FAST]
+    arguments = ["run", *POPULARITY, "--out", "run", "--cache", "cache", "--json", *FAST]
     first = protofed(*arguments, cwd=tmp_path)
     assert first.returncode == 0, first.stderr
     summary = json.loads(first.stdout)
@@ -84,7 +86,7 @@ def test_a_run_prints_its_numbers_as_json_and_a_second_call_only_shows_them(tmp_
 
 
 PRIVATE = [
-    *("run", "--method", "protofed-sp", "--out", "run", "--cache", "cache", *FAST),
+    *("run", "--dataset", "synthetic", "--method", "protofed-sp", "--out", "run", "--cache", "cache", *FAST),
     *("--set", "protofed.base_steps=1", "--set", "protofed.local_steps=1", "--set", "privacy.rounds_per_slice=3"),
 ]
 
@@ -125,6 +127,30 @@ def test_a_promise_that_cannot_be_kept_is_refused_in_one_line(tmp_path, argument
     assert not (tmp_path / "run" / "metrics.parquet").exists()
 
 
+HEAVY = {"torch", "numpy", "scipy", "polars", "pyarrow", "matplotlib", "dp_accounting", "safetensors", "jaxtyping"}
+COMMANDS = ("run", "bench", "report", "pack", "demo", "privacy", "tune", "data")
+
+
+@pytest.mark.parametrize("words", [("--help",), ("--version",), *((command, "--help") for command in COMMANDS)])
+def test_help_is_answered_without_loading_what_only_work_needs(tmp_path, words):
+    code = f"import sys; sys.argv = {['protofed', *words]}; from protofed.cli.main import main; main()"
+    listing = f"import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); {code}"
+    done = subprocess.run([sys.executable, "-c", listing], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+    loaded = set(done.stderr.split())
+    assert "protofed.cli.main" in loaded
+    assert loaded & HEAVY == set()
+
+
+def test_the_version_is_one_line(tmp_path):
+    assert protofed("--version", cwd=tmp_path) == Done(0, f"protofed {package.__version__}\n", "")
+
+
+def test_no_arguments_are_answered_with_help(tmp_path):
+    assert "Usage" in "".join(protofed(cwd=tmp_path)[1:])
+
+
 def test_the_installed_command_lists_the_methods(tmp_path):
     command = [sys.executable, "-m", "protofed.cli.main", "run", "--list-methods", "--json"]
     listed = json.loads(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300).stdout)
@@ -132,7 +158,9 @@ def test_the_installed_command_lists_the_methods(tmp_path):
 
 
 def test_a_config_file_is_read_and_flags_go_before_it(tmp_path):
-    (tmp_path / "run.toml").write_text('method = "popularity"\nseed = 3\n[stream]\nn_slices = 2\n')
+    (tmp_path / "run.toml").write_text(
+        'dataset = "synthetic"\nmethod = "popularity"\nseed = 3\n[stream]\nn_slices = 2\n'
+    )
     done = protofed(
         "run", "--config", "run.toml", "--seed", 4, "--out", "r", "--cache", "c", "--json", *FAST, cwd=tmp_path
     )
@@ -190,7 +218,9 @@ def settled(tmp_path: Path, ways: dict[str, dict[str, object]]) -> RunConfig:
     ],
 )
 def test_a_mistake_in_the_call_is_one_line_and_writes_nothing(tmp_path, arguments, message):
-    assert message in refused("run", "--out", "run", *arguments, cwd=tmp_path)
+    assert message in refused(
+        "run", "--out", "run", "--dataset", "synthetic", "--method", "frozen", *arguments, cwd=tmp_path
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -198,8 +228,24 @@ def test_a_run_without_a_folder_says_how_to_name_one(tmp_path):
     assert "--out is missing" in refused("run", cwd=tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "--dataset is missing: name a prepared log under --root, or --dataset synthetic"),
+        (["--method", "frozen"], "--dataset is missing"),
+        (["--dataset", "synthetic"], "--method is missing: name one of --list-methods"),
+        (["--dataset", "synthetic", "--set", "hyper.strength=1"], "--method is missing"),
+        (["--config", "run.toml"], "--method is missing"),
+    ],
+)
+def test_a_run_whose_log_or_method_nobody_named_is_refused(tmp_path, arguments, message):
+    (tmp_path / "run.toml").write_text('dataset = "synthetic"\n')
+    assert message in refused("run", "--out", "run", *arguments, cwd=tmp_path)
+    assert not (tmp_path / "run").exists()
+
+
 def test_another_run_in_the_folder_is_left_alone(tmp_path):
-    arguments = ["run", "--method", "popularity", "--cache", "cache", *FAST]
+    arguments = ["run", *POPULARITY, "--cache", "cache", *FAST]
     assert protofed(*arguments, "--out", "run", cwd=tmp_path).returncode == 0
     before = (tmp_path / "run" / "metrics.parquet").read_bytes()
     assert "holds another run" in refused(*arguments, "--seed", 1, "--out", "run", cwd=tmp_path)
@@ -223,7 +269,7 @@ def test_a_log_that_five_core_empties_is_refused(tmp_path):
     (tmp_path / "thin").mkdir()
     table = pa.table({"user": range(20), "item": range(20), "timestamp": range(20)})
     pq.write_table(table, tmp_path / "thin" / "interactions.parquet")
-    line = refused("run", "--dataset", "thin", "--root", ".", "--out", "run", cwd=tmp_path)
+    line = refused("run", "--dataset", "thin", "--root", ".", "--method", "frozen", "--out", "run", cwd=tmp_path)
     assert "5" in line
     assert not (tmp_path / "run").exists()
 
@@ -244,6 +290,7 @@ STOPPED = "stopped; the same command continues from the last finished slice"
 @pytest.mark.slow
 def test_ctrl_c_stops_a_run_in_one_line_leaves_whole_files_and_the_same_command_goes_on(tmp_path):
     arguments = ["run", "--method", "finetune-last", "--out", "run", "--cache", "cache", "--json", *FAST]
+    arguments += ["--dataset", "synthetic"]
     command = [sys.executable, "-m", "protofed.cli.main", *arguments]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as child:

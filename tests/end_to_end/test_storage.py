@@ -13,8 +13,8 @@ from test_command_line import FAST, protofed, refused
 from protofed import files
 from protofed.backbone import pretrain
 
-POPULARITY = ["--method", "popularity", *FAST]
-LEARNING = ["run", "--method", "finetune-last", "--cache", "cache", *FAST]
+POPULARITY = ["--dataset", "synthetic", "--method", "popularity", *FAST]
+LEARNING = ["run", "--dataset", "synthetic", "--method", "finetune-last", "--cache", "cache", *FAST]
 
 
 @contextlib.contextmanager

@@ -112,7 +112,7 @@ def test_the_folder_of_another_tune_is_refused(tmp_path):
 
 
 def test_a_run_takes_hyper_parameters_and_its_folder_tells_runs_with_others_apart(tmp_path):
-    run = ["run", "--method", "ewc", "--out", "run", "--cache", "cache", "--json", *FAST]
+    run = ["run", "--dataset", "synthetic", "--method", "ewc", "--out", "run", "--cache", "cache", "--json", *FAST]
     done = protofed(*run, "--set", "hyper.strength=0.5", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "config.toml").read_text(encoding="utf-8").endswith("\n[hyper]\nstrength = 0.5\n")

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import protofed
-from protofed.methods.catalogue import OURS
+from protofed.methods.names import OURS
 
 SOURCE = Path(protofed.__file__).parent
 ORDER = (
@@ -65,7 +66,7 @@ def texts(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_our_method_is_named_in_the_catalogue_alone(path):
-    assert path.name in ("catalogue.py", "search_spaces.py") or not any(OURS in text for text in texts(path))
+    assert path.name in ("names.py", "search_spaces.py") or not any(OURS in text for text in texts(path))
 
 
 def test_public_names_exist_and_are_sorted():
@@ -73,6 +74,50 @@ def test_public_names_exist_and_are_sorted():
     assert protofed.__all__ == sorted(
         protofed.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name)
     )
+
+
+def test_public_names_are_the_same_for_readers_type_checkers_and_python():
+    tree = ast.parse((SOURCE / "__init__.py").read_text(encoding="utf-8"))
+    (checked,) = [node for node in tree.body if isinstance(node, ast.If)]
+    imports = [node for node in checked.body if isinstance(node, ast.ImportFrom)]
+    told = {alias.name: str(node.module).removeprefix("protofed.") for node in imports for alias in node.names}
+    assert told == protofed.HOMES
+    assert list(protofed.HOMES) == protofed.__all__
+    assert set(protofed.__all__) <= set(dir(protofed))
+    with pytest.raises(AttributeError, match="module 'protofed' has no attribute 'Experimnt'"):
+        _ = protofed.Experimnt
+
+
+def test_the_version_is_the_installed_one_or_says_that_there_is_none(monkeypatch):
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{name} 1.2.3")
+    assert protofed._version() == "protofed 1.2.3"
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert protofed._version() == "0+unknown"
+    assert isinstance(protofed.__version__, str)
+
+
+def loaded_by(code: str) -> set[str]:
+    """The modules that a fresh interpreter has once it ran this code."""
+    told = [sys.executable, "-c", f"{code}\nimport sys; print(*sys.modules, file=sys.stderr)"]
+    done = subprocess.run(told, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return set(done.stderr.split())
+
+
+def test_importing_the_package_loads_none_of_it():
+    found = loaded_by("import protofed")
+    assert {name for name in found if name.startswith("protofed.")} == set()
+    assert "torch" not in found
+
+
+def test_serving_names_load_neither_the_bench_nor_the_rivals():
+    found = loaded_by("from protofed import SASRec, from_columns, load_log, preset, recommend, slice_log")
+    bench = ("protofed.experiments.", "protofed.report.", "protofed.cli.", "protofed.methods.baselines.")
+    assert "protofed.inference.device" in found
+    assert [name for name in found if name.startswith(bench)] == []
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ from rich.text import Text
 from protofed.cli.run import CACHE, load, settle
 from protofed.config import from_toml, parse_override
 from protofed.errors import ConfigError, ProtoFedError, in_one_line
-from protofed.files import make_folder
 
 if TYPE_CHECKING:
     from protofed.experiments.bench import Board, Job, Status, Tell
@@ -60,6 +59,7 @@ def bench(
     from protofed.experiments import bench as benches
     from protofed.experiments import grid as grids
     from protofed.experiments.tidy import write_tables
+    from protofed.files import make_folder
 
     if out is None:
         raise ConfigError("--out is missing: name the folder of this bench, e.g. --out runs/bench")

@@ -3,13 +3,15 @@
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
 from protofed.cli.progress import shown
-from protofed.data import catalog, prepared
-from protofed.data.stats import LogStats, counts, stats
+
+if TYPE_CHECKING:
+    from protofed.data.stats import LogStats
 
 app = typer.Typer(help="Official data sets and prepared logs.", no_args_is_help=True)
 
@@ -20,6 +22,8 @@ AS_JSON = typer.Option(False, "--json", help="Print one JSON object instead of t
 @app.command("list")
 def list_(root: Path = ROOT, as_json: bool = AS_JSON) -> None:
     """The official data sets ProtoFed reads, and the prepared logs under --root."""
+    from protofed.data import catalog, prepared
+
     known, found = catalog.DATASETS.values(), prepared.prepared_names(root)
     if as_json:
         official = [{"name": d.name, "paper_name": d.paper_name, "files": list(d.files), "page": d.page} for d in known]
@@ -35,12 +39,15 @@ def prepare(
     name: str = typer.Argument(help="An official data set, as `protofed data list` names it."),
     source: Path = typer.Option(..., "--source", help="The official file, or the folder that holds it."),
     root: Path = ROOT,
-    encoding: str = typer.Option(catalog.UTF8, "--encoding", help="The file's text: utf-8, latin-1 or cp1252."),
+    encoding: str = typer.Option("utf-8", "--encoding", help="The file's text: utf-8, latin-1 or cp1252."),
     target: str | None = typer.Option(None, "--as", help="The name of the prepared log (default: NAME)."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace a different log of that name."),
     as_json: bool = AS_JSON,
 ) -> None:
     """Read official files once and write them as a prepared log."""
+    from protofed.data import catalog, prepared
+    from protofed.data.stats import counts
+
     dataset = catalog.dataset(name)
     catalog.check_encoding(encoding)
     with shown(Console(stderr=True)) as progress:
@@ -61,6 +68,8 @@ def stats_(
     name: str = typer.Argument(help="A prepared log under --root."), root: Path = ROOT, as_json: bool = AS_JSON
 ) -> None:
     """Counts of a prepared log: raw, 5-core and canonical."""
+    from protofed.data.stats import stats
+
     found = stats(name, root)
     if as_json:
         _print_json(found.as_dict())
@@ -76,7 +85,7 @@ def stats_(
         typer.echo(line)
 
 
-def _sentences(found: LogStats) -> Iterator[str]:
+def _sentences(found: "LogStats") -> Iterator[str]:
     yield f"canonical: {found.canonical_rule}"
     yield f"{found.first} to {found.last}: {found.days:,} days, {found.instants:,} distinct instants"
     yield f"repeats: {found.repeat_share:.1%} of the rows; duplicates: {found.duplicate_rows:,} rows"

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from protofed.cli.progress import shown
 from protofed.cli.run import CACHE, load, print_promise, promised, settle
-from protofed.methods.catalogue import OURS
+from protofed.methods.names import OURS
 
 LABELS = {"sampled": "1+99", "full": "full"}
 METHODS = ("popularity", "frozen", "personal-memory", "finetune-last", OURS)

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -33,13 +33,31 @@ class Commands(TyperGroup):
             raise typer.Exit(130) from None
 
 
+def print_version(asked: bool) -> bool:
+    if asked:
+        import protofed
+
+        print(f"protofed {protofed.__version__}")
+        raise typer.Exit
+    return asked
+
+
 app = typer.Typer(
     cls=Commands,
-    help="Private, continual web personalization.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+
+@app.callback(help="Private, continual web personalization.")
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=print_version, help="print the version")
+    ] = False,
+) -> None: ...
+
+
 app.add_typer(data_commands.app, name="data", help="List, prepare and measure interaction logs.")
 app.command()(run)
 app.command()(bench)

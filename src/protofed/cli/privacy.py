@@ -2,26 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from protofed.errors import ConfigError, DataError
-from protofed.privacy.accountant import (
-    SMALLEST_DELTA,
-    Accountant,
-    Guarantee,
-    adjacency,
-    check_delta,
-    check_target,
-    epsilon,
-    guarantees,
-    noise_for,
-    rounded_up,
-    usual_uploads,
-)
-from protofed.privacy.ledger import SHARE, Ledger, Release, Trust, claim, read_ledger, share_beside
-from protofed.privacy.upload import UploadRule
+
+if TYPE_CHECKING:
+    from protofed.privacy.accountant import Guarantee
+    from protofed.privacy.ledger import Ledger, Release, Trust
 
 LARGEST_TARGET = 30  # a larger ε promises nothing, and the search for its noise can take minutes
 MOST_ROUNDS = 100_000
@@ -40,6 +29,9 @@ def privacy(
     as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
 ) -> None:
     """Price a privacy budget: noise for an ε, or ε for a noise, never without δ, unit, adjacency and adversary."""
+    from protofed.privacy.accountant import Accountant, adjacency, guarantees
+    from protofed.privacy.ledger import SHARE, Release, Trust, claim, share_beside
+
     check_size(delta, rounds)
     if sum(given is not None for given in (target_epsilon, noise_multiplier, ledger)) != 1:
         raise ConfigError("give exactly one of --target-epsilon, --noise-multiplier and --ledger")
@@ -74,6 +66,8 @@ def privacy(
 
 def check_size(delta: float, rounds: int) -> None:
     """Refuse a δ below what the accountants resolve, and more rounds than are priced in seconds."""
+    from protofed.privacy.accountant import SMALLEST_DELTA, check_delta
+
     check_delta(delta)
     if delta < SMALLEST_DELTA:
         raise ConfigError(f"--delta must be at least {SMALLEST_DELTA:g}, got {delta}; the project uses 1e-5")
@@ -83,13 +77,17 @@ def check_size(delta: float, rounds: int) -> None:
 
 def check_budget(target: float) -> None:
     """Refuse a budget that is none, or that promises nothing."""
+    from protofed.privacy.accountant import check_target
+
     check_target(target)
     if target > LARGEST_TARGET:
         raise ConfigError(f"--target-epsilon must be at most {LARGEST_TARGET}, got {target:g}; the project uses 3.4")
 
 
-def check_promises(promised: list[Guarantee]) -> None:
+def check_promises(promised: "list[Guarantee]") -> None:
     """Refuse ε = 0: then δ alone pays for what is learned of a user."""
+    from protofed.privacy.accountant import rounded_up
+
     if any(rounded_up(price) == 0 for guarantee in promised for price in (guarantee.pld, guarantee.rdp)):
         raise ConfigError(
             f"at δ = {promised[0].delta:g} this comes out as ε = 0, which nothing that learns from a user has: "
@@ -97,8 +95,10 @@ def check_promises(promised: list[Guarantee]) -> None:
         )
 
 
-def read(ledger: Path) -> tuple[Ledger, Trust]:
+def read(ledger: Path) -> "tuple[Ledger, Trust]":
     """The releases in a file and their trust model, or a refusal in one line."""
+    from protofed.privacy.ledger import read_ledger
+
     try:
         return read_ledger(ledger)
     except (OSError, OverflowError, RecursionError) as broken:
@@ -106,9 +106,11 @@ def read(ledger: Path) -> tuple[Ledger, Trust]:
 
 
 def needed_noise(
-    target: float, delta: float, rate: float, rounds: int, max_uploads: int | None, trust: Trust
+    target: float, delta: float, rate: float, rounds: int, max_uploads: int | None, trust: "Trust"
 ) -> dict[str, float]:
     """The multiplier for the target by both accountants, against who sees only what is released."""
+    from protofed.privacy.accountant import Accountant, noise_for
+
     return {
         name: noise_for(target, delta, rate, rounds, name, trust=trust, max_uploads=max_uploads)
         for name in get_args(Accountant)
@@ -146,8 +148,10 @@ def _shown(price: float | None) -> str:
     return "none" if price is None else f"{price:.3f}" if price >= 1e-3 else f"{price:.4f}"
 
 
-def _row(guarantee: Guarantee, ledger: Ledger) -> dict[str, Any]:
+def _row(guarantee: "Guarantee", ledger: "Ledger") -> dict[str, Any]:
     """A guarantee as JSON: an ε without meaning is null, never a number."""
+    from protofed.privacy.accountant import rounded_up
+
     row: dict[str, Any] = {
         "trust": guarantee.trust,
         "adversary": guarantee.adversary,
@@ -166,8 +170,11 @@ def _row(guarantee: Guarantee, ledger: Ledger) -> dict[str, Any]:
     return row
 
 
-def _fewer(guarantee: Guarantee, release: Release) -> list[dict[str, Any]]:
+def _fewer(guarantee: "Guarantee", release: "Release") -> list[dict[str, Any]]:
     """ε of a user whose coins came up as often as usual, or as rarely happens: a description, not a guarantee."""
+    from protofed.privacy.accountant import Accountant, epsilon, rounded_up, usual_uploads
+    from protofed.privacy.ledger import Release
+
     notes = ("as many as a user makes on average", f"exceeded by a share {guarantee.delta:g} of users only")
     rows = []
     for uploads, note in zip(usual_uploads(release, guarantee.delta), notes, strict=True):
@@ -182,11 +189,14 @@ def _fewer(guarantee: Guarantee, release: Release) -> list[dict[str, Any]]:
     return rows
 
 
-def _release(release: Release) -> dict[str, Any]:
+def _release(release: "Release") -> dict[str, Any]:
     return {name: getattr(release, name) for name in ("stream", "noise_multiplier", "sampling_rate", "count")}
 
 
 def _stds(noise_multiplier: float) -> dict[str, float]:
+    from protofed.privacy.ledger import Trust
+    from protofed.privacy.upload import UploadRule
+
     rule = UploadRule(n_prototypes=1)
     trusts: tuple[Trust, ...] = get_args(Trust)
     return {

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from protofed.errors import ConfigError
-from protofed.experiments.unpack import readable
-from protofed.files import make_folder, write_text
-from protofed.report.page import build, check_target, write
 
 if TYPE_CHECKING:
     from protofed.experiments.grid import Cell
@@ -81,6 +78,9 @@ def chosen_format(out: Path | None, kind: str | None) -> str:
 
 def write_page(runs: Path, out: Path, files: Sequence[Path] = (), tuned: Sequence[Path] = ()) -> dict[str, Any]:
     """The HTML page at `out`, with what is missing of the grids in `files`; its numbers."""
+    from protofed.experiments.unpack import readable
+    from protofed.report.page import build, check_target, write
+
     check_target(out)
     wanted = wanted_cells(files, tuned) if files else ()
     with readable(runs) as folder:
@@ -91,6 +91,8 @@ def write_page(runs: Path, out: Path, files: Sequence[Path] = (), tuned: Sequenc
 
 def write_tables(runs: Path, out: Path, kind: str) -> dict[str, Any]:
     """The tables at `out` as text of that kind; their numbers."""
+    from protofed.experiments.unpack import readable
+    from protofed.files import make_folder, write_text
     from protofed.report.cautions import cautions
     from protofed.report.export import FORMATS
     from protofed.report.page import summary
@@ -122,6 +124,7 @@ def wanted_cells(files: Sequence[Path], tuned: Sequence[Path]) -> "tuple[Cell, .
 
 def check_grids(runs: Path, files: Sequence[Path], tuned: Sequence[Path], as_json: bool) -> None:
     """One line if every cell is finished; else each that is not, how far each data set is, and exit code 1."""
+    from protofed.experiments.unpack import readable
     from protofed.report.coverage import covered
 
     wanted = wanted_cells(files, tuned)

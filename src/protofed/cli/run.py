@@ -6,26 +6,25 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from protofed.config import RunConfig, in_range, override, parse_override, preset, values_of
-from protofed.data.interactions import InteractionLog
 from protofed.errors import ConfigError, MissingExtra
-from protofed.methods.catalogue import METHODS, OURS, configured, has_modes, method_named
-from protofed.privacy.accountant import adjacency, epsilon, rounded_up
-from protofed.privacy.ledger import SHARE, claim, read_ledger, share_beside
-from protofed.seeds import stream
+from protofed.methods.names import OURS
+
+if TYPE_CHECKING:
+    from protofed.data.interactions import InteractionLog
 
 CACHE = Path.home() / ".cache" / "protofed"
 
 
 def run(
     dataset: Annotated[str | None, typer.Option(help="a prepared log under --root, or `synthetic`")] = None,
-    method: Annotated[str | None, typer.Option(help="see --list-methods")] = None,
+    method: Annotated[str | None, typer.Option(help="one of --list-methods, or package.module:Name")] = None,
     out: Annotated[Path | None, typer.Option(help="the run's folder; the same command resumes it")] = None,
     root: Annotated[Path, typer.Option(help="folder of prepared logs")] = Path("data"),
     variant: Annotated[str | None, typer.Option(help="standard, or peft: frozen backbone and a shared prompt")] = None,
@@ -66,7 +65,9 @@ def run(
     }
     given |= {"protofed.mode": mode, "privacy.trust": trust} | budget(target_epsilon, noise_multiplier)
     given["protofed.ablate"] = ",".join(sorted(set(ablate))) if ablate else None
-    chosen = settle({key: value for key, value in given.items() if value is not None}, config, settings or [])
+    flags = {key: value for key, value in given.items() if value is not None}
+    check_named(flags, config, settings or [])
+    chosen = settle(flags, config, settings or [])
     log = load(chosen, root)
     experiment = Experiment(chosen, log, cache, pick_device(device), shlex.join(["protofed", *sys.argv[1:]]))
     with shown(Console(stderr=True)) as progress, tracked(track, out, chosen.stream.n_slices, progress) as watched:
@@ -85,12 +86,17 @@ def budget(target_epsilon: float | None, noise_multiplier: float | None) -> dict
 
 def wrapping(method: str, flags: Mapping[str, object]) -> dict[str, object]:
     """A budget or a noise that is asked for makes a method learn privately; one with modes does so by itself."""
+    from protofed.methods.catalogue import has_modes
+
     asked = {"privacy.target_epsilon", "privacy.noise_multiplier"} & flags.keys()
     return {"privacy.wrap": True} if asked and not has_modes(method) else {}
 
 
 def promised(ledger: Path, delta: float) -> dict[str, object] | None:
     """What the run's ledger promises against both adversaries, or why no ε is stated; None where there is no claim."""
+    from protofed.privacy.accountant import adjacency, epsilon, rounded_up
+    from protofed.privacy.ledger import SHARE, claim, read_ledger, share_beside
+
     releases, trust = read_ledger(ledger)
     if not releases:
         return None
@@ -106,8 +112,20 @@ def promised(ledger: Path, delta: float) -> dict[str, object] | None:
     return said
 
 
+def check_named(flags: Mapping[str, object], file: Path | None, settings: Sequence[str]) -> None:
+    """Refuse a run whose data set or method nobody named: a default would be somebody else's choice."""
+    written = values_of(file) if file is not None else {}
+    named = {*written, *flags, *(parse_override(text)[0] for text in settings)}
+    ways = {"dataset": "a prepared log under --root, or --dataset synthetic", "method": "one of --list-methods"}
+    for key, way_out in ways.items():
+        if key not in named:
+            raise ConfigError(f"--{key} is missing: name {way_out}; a file given with --config may name it too")
+
+
 def settle(flags: Mapping[str, object], file: Path | None = None, settings: Sequence[str] = ()) -> RunConfig:
     """The run's config: what the preset and the method bring along, then the file, then flags, then --set."""
+    from protofed.methods.catalogue import configured, method_named
+
     written = values_of(file) if file is not None else {}
     typed = dict(parse_override(text) for text in settings)
     named = {**written, **flags, **typed}
@@ -119,7 +137,7 @@ def settle(flags: Mapping[str, object], file: Path | None = None, settings: Sequ
     return chosen
 
 
-def load(config: RunConfig, root: Path) -> InteractionLog:
+def load(config: RunConfig, root: Path) -> "InteractionLog":
     """The log a config names: the synthetic world, or a prepared log under `root`, thinned to the asked-for clients."""
     from protofed.data.filters import subsample_users
     from protofed.data.prepared import load_log
@@ -129,14 +147,17 @@ def load(config: RunConfig, root: Path) -> InteractionLog:
     return subsample_users(log, config.clients, seed=0) if config.clients else log
 
 
-def synthetic_log() -> InteractionLog:
+def synthetic_log() -> "InteractionLog":
     """The embedded world: the same events for every seed of a method."""
     from protofed.data.synthetic import drifting_world, preset
+    from protofed.seeds import stream
 
     return drifting_world(preset("default"), stream(0, "synthetic world")).log
 
 
 def print_methods(as_json: bool) -> None:
+    from protofed.methods.catalogue import METHODS
+
     if as_json:
         print(json.dumps({name: entry.summary for name, entry in METHODS.items()}, indent=2))
         return

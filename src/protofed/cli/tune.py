@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -18,23 +17,12 @@ from protofed.cli.progress import shown
 from protofed.cli.run import CACHE, load, settle
 from protofed.config import hyper_values, parse_override
 from protofed.errors import ConfigError
-from protofed.experiments.run import pick_device
-from protofed.experiments.tuning import (
-    Outcome,
-    Tuning,
-    as_flags,
-    claim_folder,
-    run_trial,
-    take_over,
-    tried,
-    tuning,
-    write_best,
-    write_tables,
-)
-from protofed.experiments.workers import side_by_side
-from protofed.files import make_folder
-from protofed.methods.search_spaces import space_of
 from protofed.progress import silent
+
+if TYPE_CHECKING:
+    import torch
+
+    from protofed.experiments.tuning import Outcome, Tuning
 
 OBJECTIVE = "mean over pseudo-slices t of A[t, t]: NDCG@10 of the test part, sampled candidates, all events"
 
@@ -66,6 +54,10 @@ def tune(
     as_json: Annotated[bool, typer.Option("--json", help="print results as JSON")] = False,
 ) -> None:
     """Choose hyper-parameters on the base block alone, the same number of trials for every method."""
+    from protofed.experiments.run import pick_device
+    from protofed.experiments.tuning import claim_folder, take_over, tried, write_best, write_tables
+    from protofed.files import make_folder
+
     if out is None or not method:
         missing, example = ("--out", "--out runs/tune") if out is None else ("--method", "--method ewc")
         raise ConfigError(f"{missing} is missing, e.g. {example}")
@@ -99,8 +91,10 @@ def tune(
 
 def planned(
     flags: Mapping[str, object], settings: Sequence[str], methods: Sequence[str], root: Path, slices: int, trials: int
-) -> list[Tuning]:
+) -> "list[Tuning]":
     """Every method's search; whatever is wrong with any of them is told before the first trial."""
+    from protofed.experiments.tuning import tuning
+
     configs = [settle({**flags, "method": name}, None, settings) for name in methods]
     given = dict(map(parse_override, settings))
     held = [*given, *(f"hyper.{name}" for name in hyper_values(str(given.get("hyper", ""))))]
@@ -108,8 +102,10 @@ def planned(
     return [tuning(config, log, n_slices=slices, n_trials=trials, held=held) for config in configs]
 
 
-def run_all(search: Tuning, out: Path, cache: Path, device: torch.device, console: Console, command: str) -> None:
+def run_all(search: "Tuning", out: Path, cache: Path, device: "torch.device", console: Console, command: str) -> None:
     """Each trial that is not over yet, with a line for each; tables and best.toml are rewritten after every one."""
+    from protofed.experiments.tuning import run_trial
+
     say_if_nothing(search, console)
     for trial in search.trials:
         with shown(console) as bars:
@@ -119,9 +115,15 @@ def run_all(search: Tuning, out: Path, cache: Path, device: torch.device, consol
 
 
 def run_side_by_side(
-    searches: Sequence[Tuning], teach: Callable[[], Callable[[Asked], Outcome]], out: Path, console: Console, jobs: int
+    searches: "Sequence[Tuning]",
+    teach: "Callable[[], Callable[[Asked], Outcome]]",
+    out: Path,
+    console: Console,
+    jobs: int,
 ) -> None:
     """The same trials on worker processes; they do not depend on each other, so neither does what comes of them."""
+    from protofed.experiments.workers import side_by_side
+
     by_method = {search.config.method: search for search in searches}
     for search in searches:
         say_if_nothing(search, console)
@@ -131,27 +133,35 @@ def run_side_by_side(
 
 
 def able_to_try(
-    plan: Callable[[], list[Tuning]], out: Path, cache: Path, device: torch.device, command: str
-) -> Callable[[Asked], Outcome]:
+    plan: "Callable[[], list[Tuning]]", out: Path, cache: Path, device: "torch.device", command: str
+) -> "Callable[[Asked], Outcome]":
     """What a worker learns once: the log and every search on it."""
+    import torch
+
+    from protofed.experiments.tuning import run_trial
+
     torch.set_num_threads(1)
     searches = {search.config.method: search for search in plan()}
 
-    def outcome_of(asked: Asked) -> Outcome:
+    def outcome_of(asked: Asked) -> "Outcome":
         search = searches[asked.method]
         return run_trial(search, search.trials[asked.trial], out, cache, device, command=command)
 
     return outcome_of
 
 
-def say_if_nothing(search: Tuning, console: Console) -> None:
+def say_if_nothing(search: "Tuning", console: Console) -> None:
+    from protofed.methods.search_spaces import space_of
+
     name = search.config.method
     if not space_of(name, search.config.variant, private=search.config.privacy.wrap):
         console.print(f"{name}: nothing to tune; one trial, its defaults", highlight=False)
 
 
-def noted(search: Tuning, outcome: Outcome, out: Path, console: Console) -> None:
+def noted(search: "Tuning", outcome: "Outcome", out: Path, console: Console) -> None:
     """Tables and best.toml rewritten after a trial, and a line about it."""
+    from protofed.experiments.tuning import write_best, write_tables
+
     write_tables(out)
     best = write_best(search, out)
     name, total, number = search.config.method, len(search.trials), outcome.trial
@@ -160,7 +170,7 @@ def noted(search: Tuning, outcome: Outcome, out: Path, console: Console) -> None
     console.print(f"{name} trial {number} ({number + 1} of {total}): {said}{so_far}", highlight=False)
 
 
-def summary(found: Mapping[str, Outcome | None], outcomes: Sequence[Outcome]) -> dict[str, object]:
+def summary(found: "Mapping[str, Outcome | None]", outcomes: "Sequence[Outcome]") -> dict[str, object]:
     """What --json prints."""
     methods = [
         {
@@ -173,8 +183,10 @@ def summary(found: Mapping[str, Outcome | None], outcomes: Sequence[Outcome]) ->
     return {"objective": OBJECTIVE, "methods": methods}
 
 
-def print_table(found: Mapping[str, Outcome | None], outcomes: Sequence[Outcome], out: Path, root: Path) -> None:
+def print_table(found: "Mapping[str, Outcome | None]", outcomes: "Sequence[Outcome]", out: Path, root: Path) -> None:
     """The best trial of each method beside its defaults."""
+    from protofed.experiments.tuning import as_flags
+
     table = Table(title="NDCG@10 on pseudo-slices of the base block", caption="1+99 candidates, mean of A\\[t, t]")
     for column in ("method", "trials", "failed", "defaults", "best", "settings of the best"):
         table.add_column(column, justify="left" if column in ("method", "settings of the best") else "right")

@@ -61,7 +61,7 @@ class Cell:
     def folder(self) -> str:
         """Where the run lives below the bench folder: data set / method / variant / seed."""
         dataset, variant = (_part(text) for text in (quote(self.config.dataset, safe=""), self.variant))
-        return f"{dataset}/{self.config.method}/{variant}/seed-{self.config.seed}"
+        return f"{dataset}/{quote(self.config.method, safe='')}/{variant}/seed-{self.config.seed}"
 
     @property
     def warm_up(self) -> str:
@@ -243,7 +243,10 @@ def setting(key: str, value: object) -> str:
 
 def _expanded(grid: Grid, settle: Settle, tuned: Tuned) -> Iterator[Cell]:
     for dataset, method in itertools.product(grid.datasets, grid.methods):
-        plain = [Variant(DEFAULT)] if method in grid.plain else []
+        outside = ":" in method and grid.plain == tuple(
+            METHODS
+        )  # from outside the package, and nobody chose plain cells
+        plain = [Variant(DEFAULT)] if outside or method in grid.plain else []
         variants = [v for v in grid.variants if not v.methods or method in v.methods]
         for variant in (*plain, *variants):
             sweep = dict(grid.sweep) | dict(variant.sweep)

@@ -1,8 +1,11 @@
 """Every method by name: a table to read, not a registry."""
 
 import difflib
+import importlib
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 from protofed.config import RunConfig, hyper_values, override_at_once
@@ -29,10 +32,14 @@ from protofed.methods.baselines.reloop2 import ReLoop2
 from protofed.methods.baselines.sail_piw import SailPIW
 from protofed.methods.baselines.synaptic_intelligence import SynapticIntelligence
 from protofed.methods.frozen import Frozen
+from protofed.methods.names import OURS
 from protofed.methods.popularity import Popularity
 from protofed.methods.protocol import Method
 from protofed.methods.protofed_sp import ProtoFedSP
 from protofed.methods.search_spaces import check_hyper
+
+VERBS = ("start", "learn", "score", "evidence")
+WAY_IN = "its module must be installed, on PYTHONPATH or in this folder, and its class made without arguments"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +54,6 @@ class Entry:
     private_mode: str = ""  # the protofed.mode in which it is private by itself; "": it has no modes
 
 
-OURS = "protofed-sp"  # the method that reports are about
 BOTH = ("standard", "peft")
 PEFT = {"variant": "peft"}  # methods that know no other
 
@@ -103,7 +109,12 @@ METHODS: Mapping[str, Entry] = {
 
 
 def method_named(name: str) -> Entry:
-    """The method of that name; an unknown name is an error that suggests the nearest."""
+    """The method of that name; an unknown name is an error that suggests the nearest.
+
+    `package.module:Name` is a method from outside the package.
+    """
+    if ":" in name:
+        return Entry(method=outside_method(name), summary="a method from outside the package")
     if name not in METHODS:
         near = difflib.get_close_matches(name, METHODS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(METHODS)}"
@@ -121,6 +132,31 @@ def private_by_itself(method: str, mode: str) -> bool:
     return has_modes(method) and METHODS[method].private_mode == mode
 
 
+def outside_method(name: str) -> Method[Any]:
+    """The method, or one made without arguments of the class, that `package.module:Name` names."""
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ConfigError(f"a method from outside the package is named package.module:Name, got {name!r}")
+    if module.partition(".")[0] == "protofed":
+        raise ConfigError(f"{name!r} lies inside the package; name it as `protofed run --list-methods` does")
+    if not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.append("")  # the installed command does not look in the folder it is called from
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+        method = found() if isinstance(found, type) else found
+    except Exception as problem:  # whatever the module of somebody else raises
+        raise ConfigError(f"method {name!r} cannot be loaded: {_said(problem)}; {WAY_IN}") from problem
+    if not isinstance(method, Method):
+        lacks = [verb for verb in VERBS if not hasattr(method, verb)]
+        raise ConfigError(f"{name!r} is no method: it lacks {', '.join(lacks)}; see protofed.methods.protocol.Method")
+    return method
+
+
+def _said(problem: Exception) -> str:
+    """The kind of the error and its first line."""
+    return ": ".join([type(problem).__name__, *str(problem).splitlines()[:1]])
+
+
 def configured(config: RunConfig, entry: Entry | None = None) -> Method[Any]:
     """The config's method (or the entry's) with the hyper-parameters the config gives; a wrong one is an error.
 
@@ -132,9 +168,9 @@ def configured(config: RunConfig, entry: Entry | None = None) -> Method[Any]:
     method, values = entry.method, hyper_values(config.hyper)
     if not values:
         return method
-    if not fields(method):  # type: ignore[arg-type]
+    if not is_dataclass(method) or not fields(method):
         raise ConfigError(f"{config.method} has no hyper-parameters, got hyper.{next(iter(values))}")
     found: Method[Any] = override_at_once(method, values, "hyper.")
-    for key, value in values.items():
+    for key, value in values.items() if ":" not in config.method else ():  # an outside method knows its own ranges
         check_hyper(key, value)
     return found

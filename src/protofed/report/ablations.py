@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from protofed.evaluation.significance import Difference, bootstrap_difference, mean_and_std
-from protofed.methods.catalogue import OURS
+from protofed.methods.names import OURS
 from protofed.report.intervals import per_user
 from protofed.report.layout import Cell, Column, Line, Missing, Part, Table, interval, number, to_csv
 from protofed.report.runs import Measure, Run

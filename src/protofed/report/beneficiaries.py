@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 from protofed.evaluation.significance import PerUser, bootstrap_difference
 from protofed.evaluation.strata import MIN_QUERIES, TERTILES, benjamini_hochberg, sign_flip_p, tertiles
-from protofed.methods.catalogue import OURS
+from protofed.methods.names import OURS
 from protofed.report.intervals import by_user, per_user, users_of
 from protofed.report.layout import Drawing, Missing, Part, to_csv
 from protofed.report.plots import Dot, dot_plot, volcano

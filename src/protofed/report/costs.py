@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from protofed.methods.catalogue import OURS
+from protofed.methods.names import OURS
 from protofed.report.journal import told_mean
 from protofed.report.layout import MISSING, Cell, Column, Line, Missing, Part, Table, number, to_csv
 from protofed.report.runs import Run

@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from protofed.config import RunConfig
-from protofed.methods.catalogue import METHODS, OURS, has_modes
+from protofed.methods.catalogue import METHODS, has_modes
 from protofed.methods.labels import method_label
+from protofed.methods.names import OURS
 from protofed.report.runs import Run, Unfinished
 
 TRIVIAL = tuple(name for name, entry in METHODS.items() if entry.trivial)
