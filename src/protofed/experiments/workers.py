@@ -115,7 +115,7 @@ def _answering(workers: Sequence[_Worker[T]]) -> list[_Worker[T]]:
 def _received(worker: _Worker[T]) -> Any:
     try:
         answer = worker.line.recv()
-    except EOFError:
+    except (EOFError, ConnectionError):  # a pipe whose other end is gone is empty, or broken
         worker.process.join(GRACE)
         raise MachineError(
             f"a worker ended with code {worker.process.exitcode} in the middle of {worker.task}; what is over is kept: "
