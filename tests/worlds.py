@@ -24,6 +24,7 @@ from protofed.methods.protocol import World
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
 from protofed.slices.stream import QuerySet, SliceStream
+from protofed.snapshot import take_snapshot
 
 CPU = torch.device("cpu")
 LENGTH = 12
@@ -50,6 +51,12 @@ TINY = {
     "protofed.base_steps": 4,
     "protofed.local_steps": 4,
 }
+
+
+def every_value(state: object) -> dict[str, Tensor]:
+    """Every tensor of a state by name, and as one more its outline, which holds its numbers."""
+    packed = take_snapshot(state)
+    return {**packed.tensors, "outline": torch.frombuffer(bytearray(packed.outline.encode()), dtype=torch.uint8)}
 
 
 def tiny_config(seed: int = 0, **settings: object) -> RunConfig:

@@ -273,8 +273,9 @@ def test_a_state_that_is_not_finite_is_recorded_as_a_failure(tmp_path):
     folder = trial_folder(search, trial, out)
     found = folders.load_checkpoint(folders.RunFolder(folder))
     assert found is not None
-    spoiled = {name: tensor * math.nan if tensor.is_floating_point() else tensor for name, tensor in found[1].items()}
-    save_tensors(folder / "checkpoint.safetensors", spoiled, {"slice": "2"})
+    tensors, outline = found[1].tensors, found[1].outline
+    spoiled = {name: tensor * math.nan if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    save_tensors(folder / "checkpoint.safetensors", spoiled, {"slice": "2", "outline": outline})
     note_of(folder).unlink()
     judged = run_trial(search, trial, out, tmp_path / "cache")
     assert judged.failed.startswith("diverged: ")

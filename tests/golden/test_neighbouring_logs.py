@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from neighbours import Capture, Without, assert_neighbouring, capture_run, somebody
-from worlds import tiny_config, tiny_stream, warmed_up
+from worlds import every_value, tiny_config, tiny_stream, warmed_up
 
 from protofed.backbone.training import PlainDescent
 from protofed.federation import newcomers, simulator
@@ -27,7 +27,6 @@ from protofed.methods.catalogue import METHODS
 from protofed.methods.private import REFUSED, WRAPPED, with_dp
 from protofed.methods.protocol import Releasing, World
 from protofed.methods.protofed_sp import ProtoFedSP
-from protofed.methods.state import pack
 from protofed.privacy import descent
 from protofed.privacy.descent import PrivateDescent
 from protofed.slices.stream import SliceStream
@@ -129,7 +128,7 @@ def test_the_shorter_log_lacks_one_users_later_events_and_nothing_else():
 )
 def test_private_steps_lack_the_missing_users_gradient_alone(name, variant):
     (_, one, _), (_, other, _) = check(method_of(name), variant=variant)
-    weights, others = pack(one), pack(other)
+    weights, others = every_value(one), every_value(other)
     for key in weights:  # beside its releases a method keeps nothing of anybody's later events
         if weights[key].is_floating_point():
             torch.testing.assert_close(others[key], weights[key], atol=1e-6, rtol=1e-5)
@@ -188,7 +187,7 @@ def test_methods_that_learn_nothing_later_release_nothing_and_know_nothing(name)
     (capture, one, world), (_, other, _) = both(method_of(name))
     assert capture.releases == []
     assert method_of(name).releases(world, one) == ()
-    weights, others = pack(one), pack(other)
+    weights, others = every_value(one), every_value(other)
     assert all(torch.equal(tensor, others[key]) for key, tensor in weights.items())
 
 

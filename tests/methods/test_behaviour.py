@@ -5,16 +5,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from worlds import LENGTH, another_future, learn_once, learned, questions, tiny_stream
+from worlds import LENGTH, another_future, every_value, learn_once, learned, questions, tiny_stream
 
 from protofed.backbone.training import PlainDescent
 from protofed.evaluation.ranking import ndcg, rank_of_positive, uniform_reference
 from protofed.experiments.folder import RunFolder, load_checkpoint, save_slice
 from protofed.methods.catalogue import METHODS
-from protofed.methods.state import pack, unpack
 from protofed.slices.candidates import NO_CANDIDATE
 from protofed.slices.histories import queries_at
 from protofed.slices.leaks import check_evidence
+from protofed.snapshot import restore, take_snapshot
 
 SAME_FOR_EVERY_SEED = {"popularity"}
 LEARNS_NOTHING = {"popularity", "frozen-no-new-rows", "recicl"}  # in a slice
@@ -39,7 +39,7 @@ def test_the_same_seed_gives_the_same_scores_whatever_the_global_generator_says(
     with torch.random.fork_rng([]):
         torch.manual_seed(12_345)
         again = learn_once(name)
-    assert same(pack(learned(name).state), pack(again.state))
+    assert same(every_value(learned(name).state), every_value(again.state))
     assert torch.equal(learned(name).scores(queries), again.scores(queries))
 
 
@@ -56,7 +56,7 @@ def test_what_is_learned_does_not_depend_on_the_test_part_or_later(name):
     assert torch.equal(changed.log.items[:val_end], tiny_stream().log.items[:val_end])
     assert not torch.equal(changed.log.items[val_end:], tiny_stream().log.items[val_end:])
     run = learn_once(name, data=changed)
-    assert same(pack(run.state), pack(learned(name).state))
+    assert same(every_value(run.state), every_value(learned(name).state))
     for part in ("val", "test"):
         _, queries = questions(1, part)
         assert torch.equal(run.scores(queries), learned(name).scores(queries))
@@ -64,11 +64,11 @@ def test_what_is_learned_does_not_depend_on_the_test_part_or_later(name):
 
 def test_scoring_draws_nothing_and_changes_nothing(name):
     run, (_, queries) = learned(name), questions()
-    before = pack(run.state)
+    before = every_value(run.state)
     generator = torch.get_rng_state()
     first = run.scores(queries).clone()
     assert torch.equal(first, run.scores(queries))
-    assert same(pack(run.state), before)
+    assert same(every_value(run.state), before)
     assert torch.equal(torch.get_rng_state(), generator)
 
 
@@ -82,21 +82,21 @@ def test_a_query_is_scored_alone_as_it_is_in_company(name):
 
 def test_learning_leaves_the_state_and_the_backbone_it_started_from_alone(name):
     run = learned(name)
-    before, shared = pack(run.state), pack(run.world.backbone)
+    before, shared = every_value(run.state), every_value(run.world.backbone)
     state = learn_slice_2(name, run.state)
-    assert same(pack(run.state), before)
-    assert same(pack(run.world.backbone), shared)
+    assert same(every_value(run.state), before)
+    assert same(every_value(run.world.backbone), shared)
     check_evidence(tiny_stream(), 2, run.method.evidence(state))
 
 
 def test_the_state_survives_a_checkpoint_on_disk(name, tmp_path):
     run, (_, queries) = learned(name), questions()
-    save_slice(RunFolder(tmp_path), 1, {}, pack(run.state))
-    done, tensors = load_checkpoint(RunFolder(tmp_path))
-    back = unpack(run.method.start(run.world), tensors)
+    save_slice(RunFolder(tmp_path), 1, {}, take_snapshot(run.state))
+    done, snapshot = load_checkpoint(RunFolder(tmp_path))
+    back = restore(snapshot)
     assert done == 1
     assert torch.equal(run.scores(queries, back), run.scores(queries))
-    assert same(pack(learn_slice_2(name, run.state)), pack(learn_slice_2(name, back)))
+    assert same(every_value(learn_slice_2(name, run.state)), every_value(learn_slice_2(name, back)))
 
 
 @pytest.mark.parametrize("slice_index", [0, 1, 2])

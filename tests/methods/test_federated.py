@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from worlds import questions, tiny_config, tiny_log, tiny_stream, warmed_up_on
+from worlds import every_value, questions, tiny_config, tiny_log, tiny_stream, warmed_up_on
 
 from protofed.backbone.losses import LOSSES, window_losses
 from protofed.backbone.new_items import with_new_rows
@@ -27,12 +27,12 @@ from protofed.methods.baselines.fedrap import FedRAP
 from protofed.methods.baselines.personal_copies import personal_layout, score_with_copies, with_copies
 from protofed.methods.catalogue import configured
 from protofed.methods.protocol import Releasing, World
-from protofed.methods.state import pack, unpack
 from protofed.privacy.draws import bernoulli
 from protofed.privacy.ledger import Release
 from protofed.seeds import numpy_stream
 from protofed.slices.stream import SliceStream, TimeSlice
 from protofed.slices.windows import NO_TARGET, take
+from protofed.snapshot import restore, take_snapshot
 
 VARIANTS = ["standard", "peft"]
 NAMES = ["fedavg", "fedprox", "ditto", "fedrap"]
@@ -64,7 +64,7 @@ def second_slice(method: Any, world: World, state: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    left, right = pack(one), pack(other)
+    left, right = every_value(one), every_value(other)
     return left.keys() == right.keys() and all(torch.equal(tensor, right[key]) for key, tensor in left.items())
 
 
@@ -109,7 +109,7 @@ def test_a_round_is_the_mean_of_whole_models_weighted_by_their_clients_events():
 def test_how_many_clients_are_computed_at_once_does_not_matter(name):
     brief = {"local_steps": 2} if name in ("ditto", "fedrap") else {}
     methods = [METHODS[name](chunk=n, optimiser="sgd", **brief) for n in (3, 64)]
-    one, other = (pack(after_slice_1(method, privacy__rounds_per_slice=2)[0]) for method in methods)
+    one, other = (every_value(after_slice_1(method, privacy__rounds_per_slice=2)[0]) for method in methods)
     for key, tensor in one.items():
         torch.testing.assert_close(tensor, other[key], atol=1e-5, rtol=0)
 
@@ -260,7 +260,7 @@ def test_a_slice_without_train_events_and_one_with_a_single_event_are_learned(na
 def test_the_peft_variant_survives_a_checkpoint(name):
     world, method = world_of(variant="peft"), METHODS[name]()
     state = after_slice_1(method, "peft")[0]
-    back = unpack(method.start(world), pack(state))
+    back = restore(take_snapshot(state))
     assert same(back, state)
     assert same(second_slice(method, world, back), second_slice(method, world, state))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from worlds import Learned, learn_once, questions, tiny_config, tiny_stream, warmed_up
+from worlds import Learned, every_value, learn_once, questions, tiny_config, tiny_stream, warmed_up
 
 from protofed.backbone import training
 from protofed.backbone.small_modules import small_parameters, with_weights
@@ -28,7 +28,6 @@ from protofed.methods.catalogue import METHODS, configured
 from protofed.methods.frozen import rows_for
 from protofed.methods.labels import method_label
 from protofed.methods.protocol import World
-from protofed.methods.state import pack
 
 FINE_TUNING = (
     *("finetune-last", "full-retrain", "ewc", "si", "mas", "lwf", "sail-piw"),
@@ -114,7 +113,7 @@ def test_rows_are_learned_in_the_slice_of_their_item_and_never_again(name):
 )
 def test_a_strength_of_zero_is_finetune_last_bit_for_bit(method):
     for found, plain in zip(both_slices(method), both_slices(FineTuneLast()), strict=True):
-        assert same(pack(backbone(found)), pack(plain.backbone))
+        assert same(every_value(backbone(found)), every_value(plain.backbone))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +160,7 @@ def test_full_retraining_draws_the_prompt_anew_and_forgets_the_one_it_finds():
     run = learned("full-retrain", variant="peft")
     other = replace(run.before, backbone=replace_prompt(run.before.backbone))
     again, _ = run.method.learn(run.world, other, tiny_stream().slice_(1), PlainDescent())
-    assert same(pack(again.backbone), pack(run.state.backbone))
+    assert same(every_value(again.backbone), every_value(run.state.backbone))
 
 
 def replace_prompt(model: Any) -> Any:
@@ -179,7 +178,7 @@ def test_a_cold_start_draws_the_prompt_anew_and_keeps_the_backbone():
 def test_prompt_tuning_is_finetune_last_in_the_peft_variant():
     _, queries = questions()
     tuned, plain = learned("prompt-tuning"), learned("finetune-last", variant="peft")
-    assert same(pack(tuned.state), pack(plain.state))
+    assert same(every_value(tuned.state), every_value(plain.state))
     assert torch.equal(tuned.scores(queries), plain.scores(queries))
     assert METHODS["prompt-tuning"].method == FineTuneLast()
 

@@ -22,13 +22,13 @@ from protofed.methods import protofed_sp
 from protofed.methods.protocol import World
 from protofed.methods.protofed_rules import may_introduce
 from protofed.methods.protofed_sp import ProtoFedSP, ProtoFedState
-from protofed.methods.state import pack, unpack
 from protofed.privacy.accountant import epsilon
 from protofed.privacy.ledger import streams
 from protofed.privacy.mechanism import seeded_noise
 from protofed.seeds import stream
 from protofed.slices.histories import Histories
 from protofed.slices.stream import SliceStream, TimeSlice
+from protofed.snapshot import restore, take_snapshot
 
 METHOD = ProtoFedSP()
 
@@ -141,7 +141,7 @@ def test_without_uploads_of_prompts_the_release_of_rows_is_still_in_the_ledger()
 
 def test_the_state_survives_packing():
     world, before, after = learned()
-    back = unpack(METHOD.start(world), pack(after))
+    back = restore(take_snapshot(after))
     again, there = (METHOD.learn(world, state, tiny_stream().slice_(2), PlainDescent())[0] for state in (after, back))
     assert torch.equal(again.backbone.items, there.backbone.items)
     assert torch.equal(again.newcomers.sums, there.newcomers.sums)

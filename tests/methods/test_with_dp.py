@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from slow_private import apart, slow_sums
-from worlds import questions, tiny_config, tiny_log, tiny_stream, warmed_up
+from worlds import every_value, questions, tiny_config, tiny_log, tiny_stream, warmed_up
 
 from protofed.backbone.extras import Notes
 from protofed.backbone.small_modules import small_parameters
 from protofed.backbone.training import PlainDescent
-from protofed.cli.run import promised, settle
+from protofed.cli.run import settle
 from protofed.data.interactions import InteractionLog, from_codes
 from protofed.errors import ConfigError
 from protofed.experiments.run import Experiment
@@ -26,13 +26,14 @@ from protofed.methods.frozen import rows_for
 from protofed.methods.labels import method_label
 from protofed.methods.private import WRAPPED, Private, PrivateState, Trainings, as_asked, with_dp
 from protofed.methods.protocol import Releasing, World
-from protofed.methods.state import pack, unpack
 from protofed.privacy.accountant import noise_for
 from protofed.privacy.descent import PrivateDescent
 from protofed.privacy.ledger import SHARE, Release, read_ledger
+from protofed.privacy.promise import promised
 from protofed.slices.leaks import check_evidence
 from protofed.slices.stream import SliceStream
 from protofed.slices.windows import take
+from protofed.snapshot import restore, take_snapshot
 
 PRIVATE = [name for name, entry in METHODS.items() if type(entry.method) in WRAPPED]
 CASES = [(name, variant) for name in PRIVATE for variant in METHODS[name].variants]
@@ -81,7 +82,7 @@ def started_once(name: str, world: World) -> PrivateState:
 
 
 def same(one: PrivateState, other: PrivateState) -> bool:
-    a, b = pack(one), pack(other)
+    a, b = every_value(one), every_value(other)
     return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
 
 
@@ -210,7 +211,7 @@ def test_a_resumed_private_run_goes_on_as_if_it_had_not_stopped(name, variant):
     data = tiny_stream()
     world, method = world_of(data, variant), method_of(name)
     one = after(name, variant, data)
-    back = unpack(started_once(name, world), pack(one))
+    back = restore(take_snapshot(one))
     two, again = (method.learn(world, state, data.slice_(2), PlainDescent())[0] for state in (one, back))
     assert same(two, again)
     assert two.rounds == method.trainings.until(2) * 2

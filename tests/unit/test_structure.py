@@ -20,6 +20,7 @@ ORDER = (
         "files",
         "progress",
         "config",
+        "snapshot",
         "data",
         "slices",
         "evaluation",
@@ -114,9 +115,9 @@ def test_importing_the_package_loads_none_of_it():
 
 
 def test_serving_names_load_neither_the_bench_nor_the_rivals():
-    found = loaded_by("from protofed import SASRec, from_columns, load_log, preset, recommend, slice_log")
+    found = loaded_by("from protofed import SASRec, from_columns, load, load_log, preset, slice_log")
     bench = ("protofed.experiments.", "protofed.report.", "protofed.cli.", "protofed.methods.baselines.")
-    assert "protofed.inference.device" in found
+    assert "protofed.inference.recommender" in found
     assert [name for name in found if name.startswith(bench)] == []
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch import Tensor
 
 from protofed.config import RunConfig, as_today, to_toml
 from protofed.errors import DataError, RunFolderError
@@ -34,6 +33,7 @@ from protofed.files import (
     written_atomically,
 )
 from protofed.privacy.ledger import Ledger, Trust, read_ledger, write_ledger
+from protofed.snapshot import Snapshot
 
 SORTED_BY = {  # the tables of a finished run, metrics last; ranks stay in the order of the queries
     "timing": ("slice", "stage"),
@@ -148,9 +148,7 @@ def keep_ledger(folder: RunFolder, ledger: Ledger, trust: Trust) -> None:
     write_ledger(folder.path / "ledger.json", ledger, trust=trust)
 
 
-def save_slice(
-    folder: RunFolder, slice_index: int, tables: Mapping[str, pa.Table], state: Mapping[str, Tensor]
-) -> None:
+def save_slice(folder: RunFolder, slice_index: int, tables: Mapping[str, pa.Table], state: Snapshot) -> None:
     """The results of one slice, their checksums, then the state after it; a kill in between only repeats the slice."""
     checksums = _read_checksums(folder) if slice_index and tables else {}
     for name, table in tables.items():
@@ -160,21 +158,21 @@ def save_slice(
             checksums[part.name] = (slice_index, file_checksum(unfinished))
     if tables:
         write_text(folder.path / "slices" / CHECKSUMS, json.dumps(checksums, indent=0) + "\n")
-    save_tensors(folder.path / CHECKPOINT, state, {"slice": str(slice_index)})
+    save_tensors(folder.path / CHECKPOINT, state.tensors, {"slice": str(slice_index), "outline": state.outline})
 
 
-def load_checkpoint(folder: RunFolder) -> tuple[int, dict[str, Tensor]] | None:
+def load_checkpoint(folder: RunFolder) -> tuple[int, Snapshot] | None:
     """The newest finished slice and the state after it, or None where there is none yet."""
     path = folder.path / CHECKPOINT
     if not path.is_file():
         return None
     try:
         tensors, notes = load_tensors(path)
-        slice_index = int(notes["slice"])
+        slice_index, snapshot = int(notes["slice"]), Snapshot(tensors, notes["outline"])
     except Exception as problem:
         reason = " ".join(str(problem).split())
         raise RunFolderError(f"{path} cannot be read ({reason}); delete it to start the run again") from problem
-    return slice_index, tensors
+    return slice_index, snapshot
 
 
 def _read_checksums(folder: RunFolder) -> dict[str, tuple[int, str]]:

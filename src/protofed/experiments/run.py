@@ -27,16 +27,18 @@ from protofed.experiments.evaluate import (
     rank_rows,
 )
 from protofed.experiments.folder import RunFolder
+from protofed.experiments.publish import Surroundings, publish, write_card
+from protofed.inference.folder import CARD, MODEL
 from protofed.methods.catalogue import configured, method_named
 from protofed.methods.private import as_asked
-from protofed.methods.protocol import Diagnostics, Method, Releasing, World
-from protofed.methods.state import pack, unpack
+from protofed.methods.protocol import Diagnostics, Method, Recommending, Releasing, World
 from protofed.privacy.ledger import SHARE, Ledger, share_with_base_events
 from protofed.progress import Progress, silent
 from protofed.slices.leaks import check_candidates, check_evidence
 from protofed.slices.stream import SliceStream, TimeSlice
+from protofed.snapshot import Snapshot, restore, take_snapshot
 
-Checkpoint = tuple[int, dict[str, torch.Tensor]] | None
+Checkpoint = tuple[int, Snapshot] | None
 TIMING_SCHEMA = pa.schema([("slice", pa.int32()), ("stage", pa.string()), ("seconds", pa.float64())])
 
 
@@ -50,6 +52,7 @@ class Experiment:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     command: str = "Experiment.run"
     diagonal: bool = False
+    keep: Surroundings | None = None  # make the folder a model, with these beside the log; None: results alone
 
     def run(self, out: Path, progress: Progress = silent, *, patience: float = 0.0) -> RunFolder:
         """The finished run folder; what an earlier, killed call left is continued, what it finished is kept.
@@ -62,6 +65,8 @@ class Experiment:
             if not folder.finished:
                 with deterministic():
                     run_slices(self, folder, method, data, progress)
+            if self.keep is not None and (out / MODEL).is_file() and not (out / CARD).is_file():
+                write_card(folder, self.config, data, self.keep)
             return folder
 
 
@@ -105,8 +110,10 @@ def run_slices(
         seconds = {"learn": learned - began, "evaluate": time.monotonic() - learned}
         tables["timing"] = timing(index, seconds if index else {"warm-up": warm_up_seconds, **seconds})
         folder.log({"slice": index, "stage": "learn", **diagnostics})
-        folders.save_slice(folder, index, tables, pack(state))
+        folders.save_slice(folder, index, tables, take_snapshot(state))
         progress("run", index + 1, data.n_slices + 1, f"slice {index} done")
+    if experiment.keep is not None and isinstance(method, Recommending):
+        publish(folder, method, world, state, data, experiment.keep)
     folders.finish(folder, data.n_slices)
 
 
@@ -145,15 +152,16 @@ def check_all_candidates(data: SliceStream) -> None:
 
 def resume(folder: RunFolder, checkpoint: Checkpoint, method: Method[Any], world: World) -> tuple[Any, int]:
     """The state to go on from and the slice to do next."""
-    state = method.start(world)
     if checkpoint is None:
-        return state, 0
-    done, tensors = checkpoint
+        return method.start(world), 0
+    done, snapshot = checkpoint
+    device, module = world.backbone.items.device, world.config.method.partition(":")[0]
+    trusted = (module.partition(".")[0],) if ":" in world.config.method else ()
     try:
-        return unpack(state, tensors), done + 1
-    except (KeyError, RuntimeError) as problem:
+        return restore(snapshot, device, trusted=trusted), done + 1
+    except Exception as problem:  # whatever the parts of another version's state raise
         raise RunFolderError(
-            f"{folder.path / folders.CHECKPOINT} is not a state of this method ({' '.join(str(problem).split())}); "
+            f"{folder.path / folders.CHECKPOINT} is not a state of this version ({' '.join(str(problem).split())}); "
             "delete it to start the run again"
         ) from problem
 

@@ -237,7 +237,7 @@ def judged(outcome: Outcome, run: RunFolder) -> Outcome:
     """The objective of a finished run; a state or a value that is not finite is a failure."""
     value = objective(run)
     checkpoint = load_checkpoint(run)
-    tensors = checkpoint[1] if checkpoint is not None else {}
+    tensors = checkpoint[1].tensors if checkpoint is not None else {}
     broken = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if broken or not math.isfinite(value):
         return replace(outcome, failed=f"diverged: {broken[0] if broken else 'the objective'} is not finite")

@@ -34,9 +34,9 @@ from protofed.backbone.small_modules import (
     with_weights,
 )
 from protofed.backbone.training import PlainDescent, Task, train
-from protofed.methods.state import pack, unpack
 from protofed.slices.histories import BOS, PAD
 from protofed.slices.windows import Windows
+from protofed.snapshot import restore, take_snapshot
 
 N_ROWS = 9
 HISTORIES = torch.tensor([[PAD, PAD, BOS, 3, 1, 4], [1, 5, 2, 6, 5, 3], [PAD, PAD, PAD, PAD, PAD, BOS]])
@@ -269,8 +269,8 @@ def test_a_prefix_starts_its_training_where_it_was_and_keeps_every_bit_when_the_
 @kinds
 def test_modules_survive_growing_copying_and_packing(kind):
     model = attached(kind)
-    bigger, fresh = grown(model, N_ROWS + 4), KINDS[kind](random_model(N_ROWS, seed=3), rng(9))
-    for twin in (bigger, copy.deepcopy(model), unpack(fresh, pack(model)), unpack(fresh, pack(bigger))):
+    bigger = grown(model, N_ROWS + 4)
+    for twin in (bigger, copy.deepcopy(model), restore(take_snapshot(model)), restore(take_snapshot(bigger))):
         assert torch.equal(twin.hidden(HISTORIES), model.hidden(HISTORIES))
         assert small_parameters(twin).keys() == small_parameters(model).keys()
     for tensor in bigger.state_dict().values():

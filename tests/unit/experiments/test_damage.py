@@ -16,6 +16,7 @@ from protofed.errors import ProtoFedError, RunFolderError
 from protofed.experiments import run as runs
 from protofed.experiments.folder import RunFolder, check_slices, load_checkpoint, opened, save_slice
 from protofed.experiments.run import Experiment
+from protofed.snapshot import restore, take_snapshot
 
 CONFIG = worlds.tiny_config(method="popularity", training__base_epochs=1)
 
@@ -62,13 +63,13 @@ def flips(path, count, seed=0):
 
 def test_a_flipped_bit_of_a_checkpoint_is_refused(tmp_path):
     state = {"a": torch.randn(20, 3), "n": torch.tensor(7), "h": torch.randn(4).bfloat16()}
-    save_slice(RunFolder(tmp_path), 0, {}, state)
+    save_slice(RunFolder(tmp_path), 0, {}, take_snapshot(state))
     for place in flips(tmp_path / "checkpoint.safetensors", 400):
         with pytest.raises(RunFolderError, match=r"checkpoint.safetensors cannot be read .*; delete it to start"):
             pytest.fail(f"bit {place} gave {load_checkpoint(RunFolder(tmp_path))}")
-    index, tensors = load_checkpoint(RunFolder(tmp_path))
+    index, packed = load_checkpoint(RunFolder(tmp_path))
     assert index == 0
-    assert all(torch.equal(tensors[name], state[name]) for name in state)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in restore(packed).items())
 
 
 def test_a_flipped_bit_of_a_kept_warm_up_is_refused(tmp_path):

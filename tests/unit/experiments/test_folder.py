@@ -14,11 +14,12 @@ from protofed.config import RunConfig, read_toml, to_toml
 from protofed.errors import RunFolderError
 from protofed.experiments.folder import RunFolder, finish, load_checkpoint, opened
 from protofed.experiments.run import Experiment
+from protofed.methods.protofed_sp import ProtoFedSP
 from protofed.privacy.ledger import SHARE, read_ledger
 
 
 def experiment(tmp_path, **settings):
-    config = worlds.tiny_config(method="popularity", **settings)
+    config = worlds.tiny_config(**{"method": "popularity", **settings})
     return Experiment(config, worlds.tiny_log(), tmp_path / "cache", worlds.CPU, "test")
 
 
@@ -207,3 +208,19 @@ def test_a_folder_from_before_a_setting_existed_is_still_the_same_run(tmp_path):
     written.write_text(older, encoding="utf-8")
     with pytest.raises(RunFolderError, match=r"holds another run \(seed = 0, asked for seed = 1\)"):
         opened(tmp_path / "run", RunConfig(seed=1)).__enter__()
+
+
+def test_a_resumed_run_does_not_start_its_method_again(tmp_path, monkeypatch):
+    def stop(task, done, total, note=""):
+        if note == "slice 1 done":
+            raise KeyboardInterrupt
+
+    settings = {"method": "protofed-sp", "protofed__local_steps": 2}
+    with pytest.raises(KeyboardInterrupt):
+        experiment(tmp_path, **settings).run(tmp_path / "run", stop)
+
+    def started_again(self, world):
+        raise AssertionError("the base block was prepared again")
+
+    monkeypatch.setattr(ProtoFedSP, "start", started_again)
+    assert experiment(tmp_path, **settings).run(tmp_path / "run").finished

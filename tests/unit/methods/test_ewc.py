@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Generator
-from worlds import LENGTH, learned, questions, random_model, tiny_config, tiny_stream, warmed_up
+from worlds import LENGTH, every_value, learned, questions, random_model, tiny_config, tiny_stream, warmed_up
 
 from protofed.backbone.losses import LOSSES
 from protofed.backbone.one_window import OneWindowLoss
@@ -30,10 +30,10 @@ from protofed.methods.baselines.importance import (
 )
 from protofed.methods.baselines.mas import MAS
 from protofed.methods.protocol import World
-from protofed.methods.state import pack, unpack
 from protofed.privacy.descent import Meter, PrivateDescent
 from protofed.slices.histories import BOS, PAD
 from protofed.slices.windows import NO_TARGET, Windows
+from protofed.snapshot import restore, take_snapshot
 
 FEW = EWC(examples=64)
 
@@ -299,11 +299,11 @@ def test_the_anchor_is_the_newest_model_or_the_weighted_mean_of_all():
 def test_a_state_comes_back_from_its_tensors_and_learns_on_the_same():
     method = FEW
     state, _ = after_slice_1(method)
-    back = unpack(method.start(world()), pack(state))
+    back = restore(take_snapshot(state))
     slice_ = tiny_stream().slice_(2)
     one, other = (method.learn(world(), start, slice_, PlainDescent())[0] for start in (state, back))
-    assert pack(one).keys() == pack(other).keys()
-    assert all(torch.equal(tensor, pack(other)[name]) for name, tensor in pack(one).items())
+    assert every_value(one).keys() == every_value(other).keys()
+    assert all(torch.equal(tensor, every_value(other)[name]) for name, tensor in every_value(one).items())
 
 
 def test_no_gradient_comes_from_the_validation_part():
@@ -314,5 +314,5 @@ def test_no_gradient_comes_from_the_validation_part():
     items[slice_.past.place[held_out]] = 0
     other = replace(slice_, past=replace(slice_.past, items=items))
     one, two = (FEW.learn(world(), FEW.start(world()), s, PlainDescent())[0] for s in (slice_, other))
-    assert all(torch.equal(tensor, pack(two)[name]) for name, tensor in pack(one).items())
+    assert all(torch.equal(tensor, every_value(two)[name]) for name, tensor in every_value(one).items())
     assert one.newest_target < slice_.bounds[-1].train_end

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from worlds import LENGTH, questions, shuffled_after, tiny_config, tiny_log, tiny_stream, warmed_up
+from worlds import LENGTH, every_value, questions, shuffled_after, tiny_config, tiny_log, tiny_stream, warmed_up
 
 from protofed.backbone import training
 from protofed.backbone.extras import Notes
@@ -26,11 +26,11 @@ from protofed.methods.baselines.buffer import (
 from protofed.methods.baselines.experience_replay import ERFreq, ERRandom, balanced, counted, event_weights
 from protofed.methods.baselines.finetune_last import FineTuneLast
 from protofed.methods.protocol import World
-from protofed.methods.state import pack, unpack
 from protofed.seeds import stream
 from protofed.slices.histories import BOS, PAD, histories
 from protofed.slices.stream import SliceStream
 from protofed.slices.windows import NO_TARGET, take, training_windows
+from protofed.snapshot import restore, take_snapshot
 
 SMALL = Capacity(least=100)
 METHODS = [
@@ -56,7 +56,7 @@ def learn(method):
 
 
 def same(one, other):
-    one, other = pack(one), pack(other)
+    one, other = every_value(one), every_value(other)
     return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
 
 
@@ -239,7 +239,7 @@ def test_inverse_degrees_keep_rarer_users_and_item_frequency_more_popular_items(
 @pytest.mark.parametrize("method", METHODS)
 def test_the_state_survives_packing_and_the_same_seed_gives_it_again(method):
     state, _ = learn(method)
-    assert same(unpack(method.start(world_of()), pack(state)), state)
+    assert same(restore(take_snapshot(state)), state)
     assert same(learn_on(method, tiny_stream())[0], state)
 
 

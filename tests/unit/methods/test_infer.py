@@ -3,7 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from worlds import LENGTH, questions, random_model, shuffled_after, tiny_config, tiny_log, tiny_stream, warmed_up
+from worlds import (
+    LENGTH,
+    every_value,
+    questions,
+    random_model,
+    shuffled_after,
+    tiny_config,
+    tiny_log,
+    tiny_stream,
+    warmed_up,
+)
 
 from protofed.backbone import training
 from protofed.backbone.training import PlainDescent
@@ -27,8 +37,8 @@ from protofed.methods.baselines.infer import (
     with_negatives,
 )
 from protofed.methods.protocol import World
-from protofed.methods.state import pack, unpack
 from protofed.slices.stream import SliceStream
+from protofed.snapshot import restore, take_snapshot
 
 SMALL = Capacity(least=60)
 CPU = torch.device("cpu")
@@ -44,7 +54,7 @@ def learn(method, data=None):
 
 
 def same(one, other):
-    one, other = pack(one), pack(other)
+    one, other = every_value(one), every_value(other)
     return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
 
 
@@ -233,7 +243,7 @@ def test_a_buffer_larger_than_the_log_holds_every_event_the_cap_per_user_allows(
 def test_the_state_survives_packing_and_the_same_seed_gives_it_again():
     method = Infer(capacity=SMALL)
     state, _ = learn(method)
-    assert same(unpack(method.start(world_of()), pack(state)), state)
+    assert same(restore(take_snapshot(state)), state)
     assert same(learn(method)[0], state)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Generator
-from worlds import learned, questions, random_model, tiny_config, tiny_stream, warmed_up
+from worlds import every_value, learned, questions, random_model, tiny_config, tiny_stream, warmed_up
 
 from protofed.backbone.extras import Notes, Streamed
 from protofed.backbone.sasrec import grown
@@ -25,9 +25,9 @@ from protofed.methods.baselines.lwf import (
     newest_targets,
 )
 from protofed.methods.protocol import World
-from protofed.methods.state import pack, unpack
 from protofed.slices.histories import BOS, PAD
 from protofed.slices.windows import NO_TARGET, Windows, training_windows
+from protofed.snapshot import restore, take_snapshot
 
 
 @cache
@@ -193,10 +193,10 @@ def test_the_stronger_the_teacher_the_closer_its_grades():
 
 def test_a_state_comes_back_from_its_tensors_and_learns_on_the_same():
     state, _ = after_slice_1(LwF())
-    back = unpack(LwF().start(world()), pack(state))
+    back = restore(take_snapshot(state))
     one, two = (LwF().learn(world(), at, tiny_stream().slice_(2), PlainDescent())[0] for at in (state, back))
-    assert pack(one).keys() == pack(two).keys()
-    assert all(torch.equal(tensor, pack(two)[name]) for name, tensor in pack(one).items())
+    assert every_value(one).keys() == every_value(two).keys()
+    assert all(torch.equal(tensor, every_value(two)[name]) for name, tensor in every_value(one).items())
 
 
 def test_no_gradient_comes_from_the_validation_part():
@@ -206,5 +206,5 @@ def test_no_gradient_comes_from_the_validation_part():
     items[slice_.past.place[np.arange(*slice_.bounds[-1].part("val"))]] = 0
     other = replace(slice_, past=replace(slice_.past, items=items))
     one, two = (LwF().learn(world(), LwF().start(world()), s, PlainDescent())[0] for s in (slice_, other))
-    assert all(torch.equal(tensor, pack(two)[name]) for name, tensor in pack(one).items())
+    assert all(torch.equal(tensor, every_value(two)[name]) for name, tensor in every_value(one).items())
     assert one.newest_target < slice_.bounds[-1].train_end

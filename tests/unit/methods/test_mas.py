@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Generator
-from worlds import learned, questions, random_model, tiny_config, tiny_stream, warmed_up
+from worlds import every_value, learned, questions, random_model, tiny_config, tiny_stream, warmed_up
 
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import PlainDescent
@@ -16,8 +16,8 @@ from protofed.config import BackboneConfig
 from protofed.methods.baselines.importance import Examples, padded, quadratic, scaled_to_mean_one, weights_of
 from protofed.methods.baselines.mas import MAS, sensitivity
 from protofed.methods.protocol import World
-from protofed.methods.state import pack, unpack
 from protofed.slices.histories import BOS, PAD
+from protofed.snapshot import restore, take_snapshot
 
 FEW = MAS(examples=64)
 
@@ -135,10 +135,10 @@ def test_the_stronger_the_penalty_the_closer_the_weights_stay():
 
 def test_a_state_comes_back_from_its_tensors_and_learns_on_the_same():
     state, _ = after_slice_1(FEW)
-    back = unpack(FEW.start(world()), pack(state))
+    back = restore(take_snapshot(state))
     one, two = (FEW.learn(world(), at, tiny_stream().slice_(2), PlainDescent())[0] for at in (state, back))
-    assert pack(one).keys() == pack(two).keys()
-    assert all(torch.equal(tensor, pack(two)[name]) for name, tensor in pack(one).items())
+    assert every_value(one).keys() == every_value(two).keys()
+    assert all(torch.equal(tensor, every_value(two)[name]) for name, tensor in every_value(one).items())
 
 
 def test_no_gradient_comes_from_the_validation_part():
@@ -148,5 +148,5 @@ def test_no_gradient_comes_from_the_validation_part():
     items[slice_.past.place[np.arange(*slice_.bounds[-1].part("val"))]] = 0
     other = replace(slice_, past=replace(slice_.past, items=items))
     one, two = (FEW.learn(world(), FEW.start(world()), s, PlainDescent())[0] for s in (slice_, other))
-    assert all(torch.equal(tensor, pack(two)[name]) for name, tensor in pack(one).items())
+    assert all(torch.equal(tensor, every_value(two)[name]) for name, tensor in every_value(one).items())
     assert one.newest_target < slice_.bounds[-1].train_end

@@ -17,9 +17,9 @@ from protofed.backbone.training import PlainDescent
 from protofed.methods.baselines.pcl import PCL, PCLState, Prompted, contextual_prompt, prompted, prompts_and_rows
 from protofed.methods.frozen import backbone_scores, started
 from protofed.methods.protocol import World
-from protofed.methods.state import pack, unpack
 from protofed.slices.histories import BOS, PAD, queries_at
 from protofed.slices.windows import training_windows
+from protofed.snapshot import restore, take_snapshot
 
 
 @cache
@@ -185,7 +185,7 @@ def test_without_the_head_the_output_norm_stays():
 
 def test_two_slices_of_prompts_survive_packing():
     state, (_, queries) = after(2)[0], questions(2)
-    back = unpack(PCL().start(world()), pack(state))
+    back = restore(take_snapshot(state))
     assert torch.equal(back.prompts, state.prompts)
     assert torch.equal(PCL().score(world(), back, queries), PCL().score(world(), state, queries))
 

@@ -21,10 +21,10 @@ from protofed.methods.baselines.dual_lora import EVEN, WEIGHTS, DualLoRA, averag
 from protofed.methods.baselines.prefix_tuning import PrefixTuning
 from protofed.methods.frozen import rows_for
 from protofed.methods.protocol import World
-from protofed.methods.state import pack, unpack
 from protofed.seeds import stream
 from protofed.slices.histories import BOS, PAD
 from protofed.slices.windows import NO_TARGET
+from protofed.snapshot import restore, take_snapshot
 
 METHODS = ["prompt-tuning", "prefix-tuning", "adapters", "adapter-cl", "dual-lora"]
 HISTORIES = torch.tensor([[PAD, PAD, BOS, 3, 1, 4], [1, 5, 2, 6, 5, 3], [PAD, PAD, PAD, PAD, PAD, BOS]])
@@ -166,7 +166,7 @@ def test_a_growing_number_of_sets_survives_packing():
     method, (one, _) = AdapterCL(), after_slice_1(AdapterCL())
     two, _ = method.learn(world(), one, tiny_stream().slice_(2), PlainDescent())
     _, queries = questions(2)
-    back = unpack(method.start(world()), pack(two))
+    back = restore(take_snapshot(two))
     assert torch.equal(method.score(world(), back, queries), method.score(world(), two, queries))
 
 

@@ -17,9 +17,9 @@ from protofed.backbone.training import PlainDescent
 from protofed.methods.baselines.demonstrations import Demonstrations, Format, demonstrations
 from protofed.methods.baselines.recicl import InContext, RecICL, RecICLState
 from protofed.methods.protocol import World
-from protofed.methods.state import pack, unpack
 from protofed.slices.histories import BOS, PAD, histories, leading_padding, queries_at
 from protofed.slices.stream import SliceStream
+from protofed.snapshot import restore, take_snapshot
 
 FORM = Format(count=2, span=3, pool=50, key=(1, 2))
 
@@ -234,7 +234,7 @@ def test_the_log_says_that_nothing_was_learned_and_that_demonstrations_matter():
 
 def test_the_state_survives_packing():
     state, (_, queries) = after(2)[0], questions(2)
-    back = unpack(after(0)[0], pack(state))
+    back = restore(take_snapshot(state))
     assert torch.equal(back.trace, state.trace)
     assert torch.equal(RecICL().score(world(), back, queries), RecICL().score(world(), state, queries))
 

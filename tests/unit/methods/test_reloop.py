@@ -5,7 +5,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from worlds import LENGTH, questions, random_model, shuffled_after, tiny_config, tiny_log, tiny_stream, warmed_up
+from worlds import (
+    LENGTH,
+    every_value,
+    questions,
+    random_model,
+    shuffled_after,
+    tiny_config,
+    tiny_log,
+    tiny_stream,
+    warmed_up,
+)
 
 from protofed.backbone import training
 from protofed.backbone.extras import Notes, Streamed
@@ -21,10 +31,10 @@ from protofed.methods.baselines.reloop import (
     pointwise_correction,
 )
 from protofed.methods.protocol import World
-from protofed.methods.state import pack, unpack
 from protofed.seeds import stream
 from protofed.slices.stream import SliceStream
 from protofed.slices.windows import take, training_windows
+from protofed.snapshot import restore, take_snapshot
 
 
 def world_of(data=None, **settings):
@@ -37,7 +47,7 @@ def learn(method, data=None, **settings):
 
 
 def same(one, other):
-    one, other = pack(one), pack(other)
+    one, other = every_value(one), every_value(other)
     return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
 
 
@@ -106,7 +116,7 @@ def test_a_model_that_equals_the_last_version_is_not_corrected(loss):
 def test_targets_without_a_row_in_the_last_version_are_not_corrected(loss):
     other, rowless = random_model(130, width=16, layers=1, history_length=LENGTH), warmed_up()[0]
     none = torch.zeros_like(rowless.has_row)
-    knows_nothing = unpack(rowless, pack(rowless))
+    knows_nothing = restore(take_snapshot(rowless))
     knows_nothing.has_row = none
     added, means = correction(other, knows_nothing, batch_of(8), training__loss=loss)
     assert added.tolist() == [0.0] * 8
@@ -156,7 +166,7 @@ def test_a_stronger_correction_leaves_fewer_active_pairs():
 
 def test_the_state_survives_packing_and_the_same_seed_gives_it_again():
     state, _ = learn(ReLoop())
-    assert same(unpack(ReLoop().start(world_of()), pack(state)), state)
+    assert same(restore(take_snapshot(state)), state)
     assert same(learn(ReLoop())[0], state)
 
 

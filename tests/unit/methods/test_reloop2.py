@@ -5,7 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from worlds import LENGTH, questions, random_model, shuffled_after, tiny_config, tiny_log, tiny_stream, warmed_up
+from worlds import (
+    LENGTH,
+    every_value,
+    questions,
+    random_model,
+    shuffled_after,
+    tiny_config,
+    tiny_log,
+    tiny_stream,
+    warmed_up,
+)
 
 from protofed.backbone import training
 from protofed.backbone.training import PlainDescent
@@ -24,9 +34,9 @@ from protofed.methods.baselines.reloop2 import (
 )
 from protofed.methods.frozen import backbone_scores
 from protofed.methods.protocol import World
-from protofed.methods.state import pack, unpack
 from protofed.seeds import stream
 from protofed.slices.stream import SliceStream
+from protofed.snapshot import restore, take_snapshot
 
 
 def world_of(data=None, **settings):
@@ -39,7 +49,7 @@ def learn(method, data=None, **settings):
 
 
 def same(one, other):
-    one, other = pack(one), pack(other)
+    one, other = every_value(one), every_value(other)
     return one.keys() == other.keys() and all(torch.equal(value, other[key]) for key, value in one.items())
 
 
@@ -175,8 +185,7 @@ def test_before_the_first_slice_the_memory_is_empty_and_scores_are_the_backbones
 
 def test_the_state_survives_packing_with_its_planes_and_the_same_seed_gives_it_again():
     state, _ = learn(ReLoop2())
-    other_seed = World(tiny_config(seed=1), tiny_stream().slice_(0), warmed_up()[0])
-    assert same(unpack(ReLoop2().start(other_seed), pack(state)), state)
+    assert same(restore(take_snapshot(state)), state)
     assert same(learn(ReLoop2())[0], state)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Generator
-from worlds import LENGTH, learned, questions, tiny_config, tiny_log, tiny_stream, warmed_up
+from worlds import LENGTH, every_value, learned, questions, tiny_config, tiny_log, tiny_stream, warmed_up
 
 from protofed.backbone.extras import Notes
 from protofed.backbone.training import PlainDescent
@@ -24,8 +24,8 @@ from protofed.methods.baselines.sail_piw import (
     scaled,
 )
 from protofed.methods.protocol import World
-from protofed.methods.state import pack, unpack
 from protofed.slices.windows import training_windows
+from protofed.snapshot import restore, take_snapshot
 
 SAIL = SailPIW()
 
@@ -185,17 +185,19 @@ def test_the_default_strength_changes_the_scores_and_says_so():
 
 def test_a_state_comes_back_from_its_tensors_and_learns_on_the_same():
     state, _ = after_slice_1(SAIL)
-    back = unpack(SAIL.start(world()), pack(state))
+    back = restore(take_snapshot(state))
     one, two = (SAIL.learn(world(), at, tiny_stream().slice_(2), PlainDescent())[0] for at in (state, back))
-    assert pack(one).keys() == pack(two).keys()
-    assert all(torch.equal(tensor, pack(two)[name]) for name, tensor in pack(one).items())
+    assert every_value(one).keys() == every_value(two).keys()
+    assert all(torch.equal(tensor, every_value(two)[name]) for name, tensor in every_value(one).items())
 
 
 def test_the_same_seed_gives_the_same_state_whatever_the_global_generator_says():
     with torch.random.fork_rng([]):
         torch.manual_seed(99)
         again, _ = SAIL.learn(world(), SAIL.start(world()), tiny_stream().slice_(1), PlainDescent())
-    assert all(torch.equal(tensor, pack(again)[name]) for name, tensor in pack(after_slice_1(SAIL)[0]).items())
+    assert all(
+        torch.equal(tensor, every_value(again)[name]) for name, tensor in every_value(after_slice_1(SAIL)[0]).items()
+    )
 
 
 def test_no_gradient_comes_from_the_validation_part():
@@ -205,5 +207,5 @@ def test_no_gradient_comes_from_the_validation_part():
     items[slice_.past.place[np.arange(*slice_.bounds[-1].part("val"))]] = 0
     other = replace(slice_, past=replace(slice_.past, items=items))
     one, two = (SAIL.learn(world(), SAIL.start(world()), s, PlainDescent())[0] for s in (slice_, other))
-    assert all(torch.equal(tensor, pack(two)[name]) for name, tensor in pack(one).items())
+    assert all(torch.equal(tensor, every_value(two)[name]) for name, tensor in every_value(one).items())
     assert one.newest_target < slice_.bounds[-1].train_end

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from worlds import learned, questions, tiny_config, tiny_stream, warmed_up
+from worlds import every_value, learned, questions, tiny_config, tiny_stream, warmed_up
 
 from protofed.backbone.training import Fit, PlainDescent
 from protofed.methods.baselines import synaptic_intelligence
@@ -21,8 +21,8 @@ from protofed.methods.baselines.synaptic_intelligence import (
     warm_up_again,
 )
 from protofed.methods.protocol import World
-from protofed.methods.state import pack, unpack
 from protofed.slices.windows import Windows
+from protofed.snapshot import restore, take_snapshot
 
 SI = SynapticIntelligence
 
@@ -190,10 +190,10 @@ def test_no_importance_is_negative_and_new_rows_have_some():
 
 def test_a_state_comes_back_from_its_tensors_and_learns_on_the_same():
     state, _ = after_slice_1(SI())
-    back = unpack(SI().start(world()), pack(state))
+    back = restore(take_snapshot(state))
     one, two = (SI().learn(world(), at, tiny_stream().slice_(2), PlainDescent())[0] for at in (state, back))
-    assert pack(one).keys() == pack(two).keys()
-    assert all(torch.equal(tensor, pack(two)[name]) for name, tensor in pack(one).items())
+    assert every_value(one).keys() == every_value(two).keys()
+    assert all(torch.equal(tensor, every_value(two)[name]) for name, tensor in every_value(one).items())
 
 
 def test_no_gradient_comes_from_the_validation_part():
@@ -203,5 +203,5 @@ def test_no_gradient_comes_from_the_validation_part():
     items[slice_.past.place[np.arange(*slice_.bounds[-1].part("val"))]] = 0
     other = replace(slice_, past=replace(slice_.past, items=items))
     one, two = (SI().learn(world(), SI().start(world()), s, PlainDescent())[0] for s in (slice_, other))
-    assert all(torch.equal(tensor, pack(two)[name]) for name, tensor in pack(one).items())
+    assert all(torch.equal(tensor, every_value(two)[name]) for name, tensor in every_value(one).items())
     assert one.newest_target < slice_.bounds[-1].train_end
