@@ -4,6 +4,9 @@ log = protofed.load_log("gowalla_1k", "data")
 config = protofed.preset("small")
 folder = protofed.Experiment(config, log, cache=Path("cache")).run(Path("runs/first"))
 protofed.summarise_run(folder)
+
+model = protofed.load("runs/first")
+model.device("u00029").recommend(n=10)
 """
 
 from importlib import import_module
@@ -19,7 +22,8 @@ if TYPE_CHECKING:
     from protofed.errors import ProtoFedError
     from protofed.experiments.run import Experiment
     from protofed.experiments.summary import summarise_run
-    from protofed.inference.device import feedback, recommend
+    from protofed.inference.folder import load, save
+    from protofed.inference.recommender import Device, Recommendation, Recommender
     from protofed.methods.catalogue import METHODS
     from protofed.methods.protocol import Method, World
     from protofed.slices.stream import SliceStream, TimeSlice, slice_log
@@ -28,10 +32,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "METHODS",
+    "Device",
     "Experiment",
     "InteractionLog",
     "Method",
     "ProtoFedError",
+    "Recommendation",
+    "Recommender",
     "RunConfig",
     "SASRec",
     "SliceStream",
@@ -40,14 +47,14 @@ __all__ = [
     "WorldConfig",
     "canonical",
     "drifting_world",
-    "feedback",
     "five_core",
     "from_columns",
+    "load",
     "load_log",
     "override",
     "preset",
     "read_toml",
-    "recommend",
+    "save",
     "save_log",
     "slice_log",
     "summarise_run",
@@ -55,10 +62,13 @@ __all__ = [
 
 HOMES = {  # where each public name is imported from once it is asked for: `import protofed` alone loads nothing
     "METHODS": "methods.catalogue",
+    "Device": "inference.recommender",
     "Experiment": "experiments.run",
     "InteractionLog": "data.interactions",
     "Method": "methods.protocol",
     "ProtoFedError": "errors",
+    "Recommendation": "inference.recommender",
+    "Recommender": "inference.recommender",
     "RunConfig": "config",
     "SASRec": "backbone.sasrec",
     "SliceStream": "slices.stream",
@@ -67,14 +77,14 @@ HOMES = {  # where each public name is imported from once it is asked for: `impo
     "WorldConfig": "data.synthetic",
     "canonical": "data.filters",
     "drifting_world": "data.synthetic",
-    "feedback": "inference.device",
     "five_core": "data.filters",
     "from_columns": "data.interactions",
+    "load": "inference.folder",
     "load_log": "data.prepared",
     "override": "config",
     "preset": "config",
     "read_toml": "config",
-    "recommend": "inference.device",
+    "save": "inference.folder",
     "save_log": "data.prepared",
     "slice_log": "slices.stream",
     "summarise_run": "experiments.summary",

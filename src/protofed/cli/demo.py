@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from protofed.cli.progress import shown
-from protofed.cli.run import CACHE, load, print_promise, promised, settle
+from protofed.cli.run import CACHE, load, print_promise, settle, surroundings
 from protofed.methods.names import OURS
 
 LABELS = {"sampled": "1+99", "full": "full"}
@@ -26,18 +26,21 @@ def demo(
     """Run the first methods on a log, print their accuracy and write a report."""
     from protofed.experiments.run import Experiment, pick_device
     from protofed.experiments.summary import summarise_run
+    from protofed.privacy.promise import promised
     from protofed.report.page import build, check_target, write
 
     check_target(report)
     console = Console()
-    log = load(settle({"dataset": dataset}), root)
+    chosen = settle({"dataset": dataset})
+    log, around = load(chosen, root), surroundings(chosen, root)
     console.print(f"{log.name}: {len(log):,} events, {log.n_users:,} users, {log.n_items:,} items", highlight=False)
     rows = []
     for method in METHODS:
         config = settle({"dataset": dataset, "method": method})
         console.print(f"{method} …", highlight=False)
         with shown(Console(stderr=True)) as progress:
-            folder = Experiment(config, log, cache, pick_device(device), "protofed demo").run(out / method, progress)
+            experiment = Experiment(config, log, cache, pick_device(device), "protofed demo", keep=around)
+            folder = experiment.run(out / method, progress)
         rows.append((method, summarise_run(folder)))
     console.print(table(rows, log.name))
     print(f"{OURS}, ", end="")

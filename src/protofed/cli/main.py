@@ -12,6 +12,7 @@ from protofed.cli.bench import bench
 from protofed.cli.demo import demo
 from protofed.cli.pack import pack
 from protofed.cli.privacy import privacy
+from protofed.cli.recommend import recommend
 from protofed.cli.report import report
 from protofed.cli.run import run
 from protofed.cli.tune import tune
@@ -60,6 +61,7 @@ def about(
 
 app.add_typer(data_commands.app, name="data", help="List, prepare and measure interaction logs.")
 app.command()(run)
+app.command()(recommend)
 app.command()(bench)
 app.command()(report)
 app.command()(pack)

@@ -4,7 +4,6 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,11 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from protofed.config import RunConfig, in_range, override, parse_override, preset, values_of
-from protofed.errors import ConfigError, MissingExtra
+from protofed.errors import ConfigError
 from protofed.methods.names import OURS
 
 if TYPE_CHECKING:
     from protofed.data.interactions import InteractionLog
+    from protofed.experiments.publish import Surroundings
 
 CACHE = Path.home() / ".cache" / "protofed"
 
@@ -52,6 +52,7 @@ def run(
     from protofed.cli.track import tracked
     from protofed.experiments.run import Experiment, pick_device
     from protofed.experiments.summary import summarise_run
+    from protofed.privacy.promise import promised
 
     if out is None:
         raise ConfigError("--out is missing: name the folder this run is to write, e.g. --out runs/first")
@@ -68,8 +69,9 @@ def run(
     flags = {key: value for key, value in given.items() if value is not None}
     check_named(flags, config, settings or [])
     chosen = settle(flags, config, settings or [])
-    log = load(chosen, root)
-    experiment = Experiment(chosen, log, cache, pick_device(device), shlex.join(["protofed", *sys.argv[1:]]))
+    log, around = load(chosen, root), surroundings(chosen, root)
+    command = shlex.join(["protofed", *sys.argv[1:]])
+    experiment = Experiment(chosen, log, cache, pick_device(device), command, keep=around)
     with shown(Console(stderr=True)) as progress, tracked(track, out, chosen.stream.n_slices, progress) as watched:
         folder = experiment.run(out, watched)
     summary = summarise_run(folder)
@@ -90,26 +92,6 @@ def wrapping(method: str, flags: Mapping[str, object]) -> dict[str, object]:
 
     asked = {"privacy.target_epsilon", "privacy.noise_multiplier"} & flags.keys()
     return {"privacy.wrap": True} if asked and not has_modes(method) else {}
-
-
-def promised(ledger: Path, delta: float) -> dict[str, object] | None:
-    """What the run's ledger promises against both adversaries, or why no ε is stated; None where there is no claim."""
-    from protofed.privacy.accountant import adjacency, epsilon, rounded_up
-    from protofed.privacy.ledger import SHARE, claim, read_ledger, share_beside
-
-    releases, trust = read_ledger(ledger)
-    if not releases:
-        return None
-    said: dict[str, object] = {"trust": trust, "adjacency": adjacency(trust), "unit": "user", "delta": delta}
-    share = share_beside(ledger)
-    said |= {"releases": [asdict(release) for release in releases], SHARE: share}
-    said["claim"] = claim([delta], [] if share is None else [share])
-    try:
-        said["epsilon_release"] = rounded_up(epsilon(releases, delta, trust=trust))
-        said["epsilon_server"] = rounded_up(epsilon(releases, delta, trust=trust, adversary="server"))
-    except MissingExtra as missing:
-        said["unpriced"] = f"{missing}; then price it with `protofed privacy --ledger {ledger}`"
-    return said
 
 
 def check_named(flags: Mapping[str, object], file: Path | None, settings: Sequence[str]) -> None:
@@ -145,6 +127,22 @@ def load(config: RunConfig, root: Path) -> "InteractionLog":
     made_up = config.dataset == "synthetic"
     log = synthetic_log() if made_up else load_log(config.dataset, root)
     return subsample_users(log, config.clients, seed=0) if config.clients else log
+
+
+def surroundings(config: RunConfig, root: Path) -> "Surroundings":
+    """What a model is given beside its log: everybody's events, of the asked-for clients, and the table of items."""
+    from protofed.data.filters import before_core
+    from protofed.data.items import load_items
+    from protofed.data.prepared import family, load_log
+    from protofed.experiments.publish import Surroundings
+
+    if config.dataset == "synthetic":
+        return Surroundings()
+    items = load_items(config.dataset, root)
+    if config.clients:
+        return Surroundings(items=items)
+    everyone = load_log(config.dataset, root, canonical=False)
+    return Surroundings(before_core(everyone, family(config.dataset, root)), items)
 
 
 def synthetic_log() -> "InteractionLog":
@@ -191,19 +189,8 @@ def print_summary(summary: dict[str, object], out: Path) -> None:
 
 
 def print_promise(said: object) -> None:
-    """ε with everything it means nothing without; δ is in the claim."""
-    if not isinstance(said, dict):
-        print("privacy: no claim; nothing this run shared was noised")
-        return
-    rounds = "; ".join(
-        f"{r['stream']}: noise multiplier {r['noise_multiplier']:g}, rate {r['sampling_rate']:g}, {r['count']} rounds"
-        for r in said["releases"]
-    )
-    about = f"{said['adjacency']}, per {said['unit']}, {said['trust']} trust; {rounds}"
-    if "unpriced" in said:
-        print(f"privacy: ε not computed ({said['unpriced']}); δ = {said['delta']:g}, {about}")
-        return
-    seen, server = (said[f"epsilon_{name}"] for name in ("release", "server"))
-    against = "nothing is promised" if server is None else f"ε = {server:g}"
-    print(f"privacy: ε = {seen:g} against who sees what is released, {against} against the server; {about}")
-    print(f"  {said['claim']}")
+    """ε with everything it means nothing without."""
+    from protofed.privacy.promise import promise_lines
+
+    for line in promise_lines(said):
+        print(line)

@@ -14,6 +14,7 @@ from protofed.slices.histories import Histories
 from protofed.slices.windows import Windows, moved, take, training_windows, trimmed
 
 GPU_WIDTH = 64  # up to this width a GPU has memory for all of them; a stack's activations grow with the width
+STEPS_PER_SLICE = 100_000  # a local step's draws are keyed by slice * this + step
 GPU_STACK = 8  # a GPU launches the same kernels for so many times the clients that suit a core, and takes hardly longer
 
 

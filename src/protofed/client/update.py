@@ -9,7 +9,7 @@ from torch import Tensor
 
 from protofed.backbone.losses import LOSSES, window_losses
 from protofed.client.alignment import DIVERGENCES, alignment_loss, wasserstein_alignment
-from protofed.client.lessons import Lesson
+from protofed.client.lessons import Lesson, draw_negatives
 from protofed.client.model import LocalRule, Model
 from protofed.client.own_rows import no_rows, own_embed
 from protofed.client.prompts import PromptState, compose, mixture
@@ -25,6 +25,7 @@ from protofed.client.steps import (
     short_term_step,
     sparsity,
 )
+from protofed.privacy.draws import Draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,16 @@ def client_update(
     state, _ = _short_step(state, by_short, rule, moved)  # all of a client's steps or none
     state = _row_step(state, by_rows, rule, moved)
     return state, StepReport(loss, moved, sparsity(state.prompts.short))
+
+
+def step_negatives(
+    model: Model, state: DeviceState, lesson: Lesson, draws: Draws, step: int
+) -> tuple[Int[Tensor, "W n"], Int[Tensor, "B n"] | None]:
+    """A local step's negatives for the lesson's windows, and for those with little context."""
+    rule, at = model.rule, model.v.device
+    both = [lesson.windows, *([lesson.brief] if lesson.brief is not None else [])]
+    drawn = [draw_negatives(draws, state.users, each, rule.negatives, model.n_items, step).to(at) for each in both]
+    return drawn[0], drawn[1] if len(drawn) > 1 else None
 
 
 def learn_from_feedback(

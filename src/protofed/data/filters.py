@@ -106,8 +106,13 @@ def canonical_rule(family: str) -> str:
 
 def canonical(log: InteractionLog, family: str = "") -> InteractionLog:
     """The rows all experiments use: the rule of the data set's family (told by its name unless given), then 5-core."""
+    return five_core(before_core(log, family))
+
+
+def before_core(log: InteractionLog, family: str = "") -> InteractionLog:
+    """The rows that the data set's own rule keeps, of rare users and items too."""
     family = family or family_of(log.name)
-    return five_core(CANONICAL[family][1](log) if family in CANONICAL else log)
+    return CANONICAL[family][1](log) if family in CANONICAL else log
 
 
 def _kept(log: InteractionLog, mask: np.ndarray, rule: str, way_out: str) -> InteractionLog:

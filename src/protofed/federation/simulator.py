@@ -12,15 +12,15 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from protofed.client.begin import begin_slice
-from protofed.client.lessons import Lesson, draw_negatives, lesson_to, stack_size
+from protofed.client.lessons import STEPS_PER_SLICE, Lesson, lesson_to, stack_size
 from protofed.client.memory import NewEvents, events_between, events_until, new_events
 from protofed.client.model import Model, receive
 from protofed.client.state import DeviceState, join, put, select, to_device, without_rows
-from protofed.client.update import StepReport, client_update, decay_rates
+from protofed.client.update import StepReport, client_update, decay_rates, step_negatives
 from protofed.client.upload import embed_prompts, make_upload
 from protofed.federation.rounds import server_noise, summarise_rounds, timetable, toss_coins
 from protofed.inference.end import end_slice, validation_questions
-from protofed.privacy.draws import Draws, SeededDraws
+from protofed.privacy.draws import SeededDraws
 from protofed.privacy.upload import RoundRule
 from protofed.seeds import stream
 from protofed.server.accept import accept
@@ -29,7 +29,6 @@ from protofed.server.library import PrototypeLibrary
 from protofed.slices.stream import TimeSlice
 
 UPLOADS_AT_ONCE = 2_048  # of devices that are idle in the slice; each may hold K noised rows
-STEPS_PER_SLICE = 100_000  # a local step's draws are keyed by slice * this + step
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,23 +107,13 @@ def step_stacks(
     rule, draws, at = decay_rates(model.rule, number), SeededDraws(schedule.seed), model.v.device
     key, done, reports = schedule.slice_index * STEPS_PER_SLICE + number, [], []
     for stack in stacks:
-        negatives, brief = negatives_of(model, stack.state, stack.lesson, draws, key)
+        negatives, brief = step_negatives(model, stack.state, stack.lesson, draws, key)
         state, report = client_update(
             model, to_device(stack.state, at), lesson_to(stack.lesson, at), negatives, rule, brief
         )
         done.append(replace(stack, state=to_device(state, stack.state.device)))
         reports.append(report)
     return done, reports
-
-
-def negatives_of(
-    model: Model, state: DeviceState, lesson: Lesson, draws: Draws, step: int
-) -> tuple[Tensor, Tensor | None]:
-    """A step's negatives for the lesson's windows, and for those with little context."""
-    rule, at = model.rule, model.v.device
-    both = [lesson.windows, *([lesson.brief] if lesson.brief is not None else [])]
-    drawn = [draw_negatives(draws, state.users, each, rule.negatives, model.n_items, step).to(at) for each in both]
-    return drawn[0], drawn[1] if len(drawn) > 1 else None
 
 
 def simulate_round(

@@ -9,16 +9,23 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from protofed.client.begin import add_met_rows, query_means, start_prompts
+from protofed.client.begin import add_met_rows, begin_slice, query_means, start_prompts
 from protofed.client.drift import drift_gate
-from protofed.client.lessons import Lesson, draw_negatives
-from protofed.client.memory import Memory, as_histories
+from protofed.client.lessons import STEPS_PER_SLICE, Lesson, draw_negatives
+from protofed.client.memory import Memory, NewEvents, as_histories, no_memory
 from protofed.client.model import Model
 from protofed.client.own_rows import no_rows, own_embed
 from protofed.client.prompts import carry_over
 from protofed.client.state import DeviceState, remember
-from protofed.client.update import learn_from_feedback, route_queries
+from protofed.client.update import (
+    client_update,
+    decay_rates,
+    learn_from_feedback,
+    route_queries,
+    step_negatives,
+)
 from protofed.errors import DataError
+from protofed.inference.end import end_slice
 from protofed.inference.online import online_inference
 from protofed.privacy.draws import Draws
 from protofed.slices.histories import BOS, PAD, Queries
@@ -71,6 +78,25 @@ def feedback(model: Model, device: DeviceState, item: int, time: int, draws: Dra
     return add_met_rows(model, device, past, torch.ones_like(device.met))
 
 
+def meet(model: Model, device: DeviceState, draws: Draws, period: int) -> DeviceState:
+    """A device that only remembers, after first contact: rows for what it met, a prompt near its routed prototypes.
+
+    Nothing is learned yet, so it has nothing to send either.
+    """
+    everything = NewEvents(no_memory(1), torch.zeros(1, dtype=torch.int64))
+    begun, _ = begin_slice(model, device, everything, draws, period)
+    return replace(begun, active=device.active, contributes=device.contributes, moments=None)
+
+
+def learn(model: Model, device: DeviceState, first: int, draws: Draws, period: int) -> DeviceState:
+    """The device after all local steps of a slice whose train part is its own events from number `first` on."""
+    state, lesson = begin_slice(model, device, NewEvents(no_memory(1), torch.tensor([first])), draws, period)
+    for step in range(model.rule.steps):
+        negatives, brief = step_negatives(model, state, lesson, draws, period * STEPS_PER_SLICE + step)
+        state, _ = client_update(model, state, lesson, negatives, decay_rates(model.rule, step), brief)
+    return end_slice(model, state, (), no_memory(1))
+
+
 def as_query(model: Model, device: DeviceState) -> Queries:
     """What the device asks: its own history."""
     items, times, at = device.memory.items, device.memory.times, device.device
@@ -102,7 +128,7 @@ def _learn_event(model: Model, device: DeviceState, item: int, draws: Draws) -> 
     )
     rows = device.rows if bool(device.use_rows) else no_rows(device.taste.shape[1], device=at)
     seen = query_means(model.backbone, None, rows, windows, 1)
-    h = _query(model, query, replace(device, rows=rows))
+    h = query_embedding(model, replace(device, rows=rows), query)
     active = torch.ones_like(device.met)
     begun = replace(device, active=active, taste=torch.where(device.met[:, None], device.taste, seen))
     prompts = start_prompts(model, begun, h, route_queries(model, h, model.rule), draws)
@@ -115,7 +141,7 @@ def _learn_event(model: Model, device: DeviceState, item: int, draws: Draws) -> 
 
 
 @torch.no_grad()
-def _query(model: Model, query: Queries, device: DeviceState) -> Float[Tensor, "1 d_z"]:
+def query_embedding(model: Model, device: DeviceState, query: Queries) -> Float[Tensor, "1 d_z"]:
     """h: the device's history as the query encoder sees it, own rows included."""
     embed = own_embed(device.rows, query.users, model.backbone.embed)
     h: Tensor = model.encoders.g(model.backbone.last_hidden(query.tokens, None, embed))

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend
+from protofed.client.model import Model
+from protofed.client.state import DeviceState
 from protofed.config import RunConfig
 from protofed.privacy.ledger import Ledger
+from protofed.privacy.upload import RoundRule
 from protofed.progress import Progress, silent
 from protofed.slices.histories import Queries
 from protofed.slices.leaks import Evidence
@@ -60,4 +63,23 @@ class Releasing(Protocol):
 
     def releases(self, world: World, state: Any, slices_ahead: int = 0) -> Ledger:
         """Everything released so far and, ahead of it, by the next slices; the runner writes it before it happens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What becomes of a run when devices are to recommend: the model they hold alike, their states, how they upload."""
+
+    model: Model
+    devices: DeviceState
+    rule: RoundRule
+    next_round: int
+
+
+@runtime_checkable
+class Recommending(Protocol):
+    """A method whose state is a model and devices: it can be loaded without the log, and recommend for one user."""
+
+    def publish(self, world: World, state: Any, n_items: int) -> Published:
+        """What devices hold after the newest slice, for a catalogue of so many items."""
         ...

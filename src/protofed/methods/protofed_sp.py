@@ -20,7 +20,7 @@ from protofed.backbone.training import Descend
 from protofed.client.codec import Codec, QueryEncoder
 from protofed.client.drift import Gate
 from protofed.client.model import Encoders, Model, receive
-from protofed.client.state import DeviceState, columns, new_device, resize, select, to_device
+from protofed.client.state import DeviceState, columns, resize, to_device
 from protofed.config import RunConfig
 from protofed.evaluation.efficiency import broadcast_bytes, module_bytes, tensor_bytes
 from protofed.federation.newcomers import Newcomers, nobody_new, rehearse_maps, release_introductions, worth_telling
@@ -30,7 +30,7 @@ from protofed.federation.rounds import Costs
 from protofed.federation.simulator import Schedule, finish_slice, simulate_slice
 from protofed.inference.online import online_inference
 from protofed.methods.frozen import BackboneState, learn_new_rows
-from protofed.methods.protocol import Diagnostics, World
+from protofed.methods.protocol import Diagnostics, Published, World
 from protofed.methods.protofed_rules import (
     as_run,
     check_claim,
@@ -142,6 +142,11 @@ class ProtoFedSP:
 
     def evidence(self, state: ProtoFedState) -> Evidence:
         return Evidence(state.slice_index, newest_target=state.newest_target, item_rows=state.backbone.n_rows)
+
+    def publish(self, world: World, state: ProtoFedState, n_items: int) -> Published:
+        config = as_run(world.config)
+        rule = round_rule(config, state.library.n_prototypes, state.noise_multiplier, len(state.devices))
+        return Published(model_of(world, state, n_items), state.devices, rule, state.rounds)
 
     def releases(self, world: World, state: ProtoFedState, slices_ahead: int = 0) -> Ledger:
         """What has left the devices so far, and what the next slices will make leave; nothing where there is no noise.
@@ -277,10 +282,3 @@ def model_of(world: World, state: ProtoFedState, n_items: int) -> Model:
         # One's own neighbours know better than noise: own rows of new items start without what was told of them.
         first_rows=world.backbone if state.newcomer_noise else None,
     )
-
-
-def device_of(model: Model, state: ProtoFedState, place: int, key: int) -> DeviceState:
-    """One user's device after a slice; a user whom nobody met has a new one."""
-    if place >= len(state.devices):
-        return new_device(model, key)
-    return to_device(select(state.devices, torch.tensor([place])), model.v.device)

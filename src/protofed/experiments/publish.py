@@ -1,0 +1,159 @@
+"""From a finished run to a model that needs no log: devices that remember their whole history, items, a model card."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from protofed.client.memory import Memory, events_between, events_until, offsets_of
+from protofed.client.model import Model
+from protofed.client.state import DeviceState, choose_variants, join, new_devices, remember, resize
+from protofed.config import RunConfig
+from protofed.data.interactions import InteractionLog
+from protofed.experiments.folder import RunFolder
+from protofed.experiments.summary import summarise_run
+from protofed.files import write_text
+from protofed.inference.folder import CARD, save_parts
+from protofed.inference.recommender import Catalogue, Recommender
+from protofed.methods.protocol import Recommending, World
+from protofed.privacy.promise import promise_lines, promised
+from protofed.seeds import user_keys
+from protofed.slices.stream import SliceStream
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a model is given beside the log it learned from: the log with every user, and descriptions of items."""
+
+    everyone: InteractionLog | None = None
+    items: pa.Table | None = None
+
+
+def publish(
+    folder: RunFolder, method: Recommending, world: World, state: Any, data: SliceStream, around: Surroundings
+) -> None:
+    """The run's folder made a model: every device remembers its user's events up to the end of the log."""
+    log = data.log
+    made = method.publish(world, state, log.n_items)
+    devices = catch_up(made.model, made.devices, data)
+    if around.everyone is not None:
+        devices = join([devices, left_out(made.model, devices, log, around.everyone)])
+    recommender = Recommender(
+        name=log.name,
+        model=made.model,
+        rule=made.rule,
+        next_round=made.next_round,
+        next_slice=data.n_slices + 1,
+        catalogue=Catalogue(describe_items(log.item_ids, around.items)),
+        devices=devices,
+    )
+    save_parts(recommender, devices, folder.path)
+
+
+def catch_up(model: Model, devices: DeviceState, data: SliceStream) -> DeviceState:
+    """A device for every user of the log, with all the user's events in its memory; nothing is learned from them."""
+    keys = torch.from_numpy(user_keys(data.log.user_ids.to_pylist()))
+    devices = first_choices(model, resize(devices, keys))
+    everybody, known = torch.arange(len(devices)), devices.memory.counts
+    return remember(devices, events_between(data.past, everybody, known, events_until(data.past, len(data.log))))
+
+
+def first_choices(model: Model, devices: DeviceState) -> DeviceState:
+    """The devices, those that have met nothing using what the base users' verdict advises."""
+    use_prompt, use_rows = choose_variants(torch.zeros_like(devices.losses), model.prior, model.rule.allowed)
+    return replace(
+        devices,
+        use_prompt=torch.where(devices.met, devices.use_prompt, use_prompt),
+        use_rows=torch.where(devices.met, devices.use_rows, use_rows),
+    )
+
+
+def left_out(model: Model, devices: DeviceState, log: InteractionLog, everyone: InteractionLog) -> DeviceState:
+    """Devices of the users that training left out, with what they did among the model's items in memory."""
+    items = pc.index_in(everyone.item_ids, value_set=log.item_ids.cast(everyone.item_ids.type))
+    items = pc.fill_null(items, -1).to_numpy()[everyone.items.numpy()]
+    stranger = pc.invert(pc.is_in(everyone.user_ids, value_set=log.user_ids.cast(everyone.user_ids.type)))
+    keep = stranger.to_numpy(zero_copy_only=False)[everyone.users.numpy()] & (items >= 0)
+    users, whose = np.unique(everyone.users.numpy()[keep], return_inverse=True)
+    order = np.argsort(whose, kind="stable")  # the log is in time order: so is every user's part of it
+    events = Memory(
+        offsets_of(torch.from_numpy(np.bincount(whose, minlength=len(users)))),
+        torch.from_numpy(items[keep][order].astype(np.int64)),
+        torch.from_numpy(everyone.times.numpy()[keep][order].astype(np.int64)),
+    )
+    keys = torch.from_numpy(user_keys(everyone.user_ids.take(pa.array(users)).to_pylist()))
+    (_, prompt_length, d), d_z = model.prompts.shape, model.v.shape[1]
+    fresh = new_devices(keys, prompt_length, d, d_z, device=devices.device)
+    return first_choices(model, remember(fresh, events))
+
+
+def describe_items(item_ids: pa.Array, items: pa.Table | None) -> pa.Table:
+    """The model's items in their order, each with what the item table says of it; null where it says nothing."""
+    table = pa.table({"item": item_ids})
+    if items is None:
+        return table
+    known = items["item"].combine_chunks()
+    rows = pc.index_in(item_ids.cast(pa.string()), value_set=known.cast(pa.string()))
+    for name in items.column_names:
+        if name != "item":
+            table = table.append_column(name, items[name].combine_chunks().take(rows))
+    return table
+
+
+def write_card(folder: RunFolder, config: RunConfig, data: SliceStream, around: Surroundings) -> None:
+    """README.md of a model: what it is, what leaves a device, what it was trained on, how good it is, its limits."""
+    write_text(folder.path / CARD, "\n".join(card_lines(folder.path, config, data, around)) + "\n")
+
+
+def card_lines(folder: Path, config: RunConfig, data: SliceStream, around: Surroundings) -> Iterable[str]:
+    """The card, line by line."""
+    log, summary = data.log, summarise_run(RunFolder(folder))
+    said = promised(folder / "ledger.json", config.privacy.delta)
+    yield f"# {config.method} on {log.name}"
+    yield ""
+    yield "A model made by ProtoFed. To use it:"
+    yield ""
+    yield "```python"
+    yield "import protofed"
+    yield ""
+    yield 'model = protofed.load("THIS FOLDER")'
+    yield 'model.device("USER").recommend(n=10)'
+    yield "```"
+    yield ""
+    yield "## What leaves a device"
+    yield from promise_lines(said)
+    yield ""
+    yield "devices.safetensors holds the simulated devices of this run: histories, prompts, own rows. It is for"
+    yield "experiments; `protofed.save(model, path, devices=False)` writes a folder without anything of a user."
+    yield ""
+    yield "## Data"
+    yield f"{len(log):,} events of {log.n_users:,} users with {log.n_items:,} items, {day(log, 0)} to {day(log, -1)}."
+    if around.everyone is not None:
+        rest = around.everyone.n_users - log.n_users
+        yield f"{rest:,} more users have too few events to learn from; their devices start from their history."
+    yield f"The backbone learned the first {100 * config.stream.base_fraction:g} % of the events, then was frozen;"
+    yield f"{data.n_slices} slices followed. Items that appear later are unknown to this model."
+    yield ""
+    yield "## Accuracy"
+    yield "Mean over slices, each tested on events after it was learned; `sampled`: one positive among 99 negatives,"
+    yield "`full`: among all items. A model is tested before it has seen the slice's last tenth."
+    yield ""
+    yield "| candidates | events | NDCG@10 | HR@10 | queries |"
+    yield "|---|---|---|---|---|"
+    rows: Any = summary["headline"]
+    for row in rows:
+        values = f"{row['ndcg@10']:.4f} | {row['hr@10']:.4f} | {row['queries']:,}"
+        yield f"| {row['candidates']} | {row['subset']} | {values} |"
+    yield ""
+    yield "## Settings"
+    yield f"Preset {config.preset}, d = {config.backbone.width}, seed {config.seed}; all of them in config.toml."
+
+
+def day(log: InteractionLog, place: int) -> str:
+    """The date of an event of the log, UTC."""
+    return str(np.datetime64(int(log.times[place]), "s").astype("datetime64[D]"))
