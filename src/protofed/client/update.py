@@ -62,16 +62,24 @@ def route_queries(model: Model, h: Float[Tensor, "U d_z"], rule: LocalRule) -> R
 
 
 def compose_prompt(
-    model: Model, prompts: PromptState, routing: Routing, gate: Float[Tensor, " U"], rule: LocalRule
+    model: Model,
+    prompts: PromptState,
+    routing: Routing,
+    gate: Float[Tensor, " U"],
+    rule: LocalRule,
+    norm: Float[Tensor, ""] | None = None,
 ) -> Float[Tensor, "U L_p d"]:
-    """The prompt that is injected for each client's query: lines 2 to 5 of Algorithm 1."""
+    """The prompt that is injected for each client's query: lines 2 to 5 of Algorithm 1.
+
+    `norm` is the backbone's input norm, where it is at hand.
+    """
     routed = mixture(model.prompts, routing.chosen, routing.weights)
     used = PromptState(
         prompts.long if rule.use_long else torch.zeros_like(prompts.long),
         prompts.short if rule.use_short else torch.zeros_like(prompts.short),
     )
-    norm = None if rule.as_printed else model.backbone.input_norm()
-    return compose(used, gate, routed if rule.use_prototypes else torch.zeros_like(routed), norm=norm)
+    scale = None if rule.as_printed else model.backbone.input_norm() if norm is None else norm
+    return compose(used, gate, routed if rule.use_prototypes else torch.zeros_like(routed), norm=scale)
 
 
 def client_losses(

@@ -79,8 +79,9 @@ def opened(path: Path, config: RunConfig, *, patience: float = 0.0) -> Iterator[
         _refuse_wrong_kinds(path)
         remove_unfinished(path)
         write_text(path / "config.toml", text)
-        make_folder(path / "slices")
-        remove_unfinished(path / "slices")
+        if not folder.finished:
+            make_folder(path / "slices")
+            remove_unfinished(path / "slices")
         yield folder
 
 

@@ -45,7 +45,11 @@ class Ranking:
 @torch.no_grad()
 def recommend(model: Model, device: DeviceState, n: int = 10, candidates: Int[Tensor, " c"] | None = None) -> Ranking:
     """The n best items for the user's next event, among all or among the candidates; nothing changes by asking."""
-    scores = online_inference(model, device, as_query(model, device))[0]
+    return best_items(online_inference(model, device, as_query(model, device))[0], n, candidates)
+
+
+def best_items(scores: Float[Tensor, " I"], n: int, candidates: Int[Tensor, " c"] | None = None) -> Ranking:
+    """The n items of the highest scores, among all or among the candidates."""
     among = torch.arange(len(scores), device=scores.device) if candidates is None else candidates.to(scores.device)
     if len(among) and not (int(among.min()) >= 0 and int(among.max()) < len(scores)):
         raise DataError(

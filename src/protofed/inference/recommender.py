@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pyarrow as pa
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from protofed.backbone.injection import rescale_like
 from protofed.client.memory import Memory
@@ -19,6 +19,7 @@ from protofed.client.state import DeviceState, new_device, remember, select
 from protofed.client.upload import Upload, make_upload
 from protofed.errors import DataError
 from protofed.inference import device as single
+from protofed.inference.answer import Ready, make_ready, score_next
 from protofed.inference.online import online_inference
 from protofed.privacy.draws import Draws, SystemDraws
 from protofed.privacy.ledger import Ledger, Trust
@@ -142,6 +143,16 @@ class Recommender:
         state = self._meet(select(self.devices, found[:1].cpu()), draws)
         return Device(self, state, draws, learned=len(state.memory.items))
 
+    def score(self, state: DeviceState) -> Float[torch.Tensor, " I"]:
+        """A score for every item as this device's next one."""
+        if self._ready is not None:
+            return score_next(self._ready, state)
+        return online_inference(self.model, state, single.as_query(self.model, state))[0]
+
+    @cached_property
+    def _ready(self) -> Ready | None:
+        return make_ready(self.model)
+
     def _events(self, items: list[object], times: Sequence[int] | None, known: list[bool]) -> Memory:
         """A history as a device remembers it; without times one event a second, ending now."""
         if times is not None and (len(times) != len(known) or any(b < a for a, b in pairwise(times))):
@@ -163,7 +174,7 @@ class Recommender:
         return tuple(self.catalogue.item(item) for item in self._lifted[number, :n].tolist())
 
     @cached_property
-    def _lifted(self) -> Float[torch.Tensor, "K n"]:
+    def _lifted(self) -> Int[torch.Tensor, "K n"]:
         return items_lifted(self.model, SHOWN)
 
 
@@ -198,7 +209,7 @@ class Device:
         if exclude_seen:
             among = torch.arange(model.n_items) if among is None else among
             among = among[~torch.isin(among, self.state.memory.items)]
-        ranking = single.recommend(model, self.state, n, among)
+        ranking = single.best_items(self.recommender.score(self.state), n, among)
         items, scores = ranking.items.tolist(), ranking.scores.tolist()
         reasons = self._reasons(items, among) if why else [None] * len(items)
         return [
@@ -260,7 +271,7 @@ class Device:
 
 
 @torch.no_grad()
-def items_lifted(model: Model, n: int) -> Float[torch.Tensor, "K n"]:
+def items_lifted(model: Model, n: int) -> Int[torch.Tensor, "K n"]:
     """For each prototype the n items whose score its prompt raises most, for a user without a history."""
     backbone = model.backbone
     nobody = torch.full((1, 1), BOS, device=model.v.device)
