@@ -6,6 +6,7 @@ from protofed.client.model import VARIANTS, LocalRule
 from protofed.config import RunConfig, ablated
 from protofed.errors import ConfigError
 from protofed.federation.plan import Plan, Stream
+from protofed.methods.scoring import refuse_prior
 from protofed.privacy.upload import RoundRule, UploadRule
 
 PRINTED_STEPS = 3  # 3 epochs of batches larger than a client's slice
@@ -82,11 +83,8 @@ def may_use(config: RunConfig) -> tuple[bool, ...]:
 
 def check_claim(config: RunConfig) -> None:
     """Refuse settings that would share raw events next to noised prototypes."""
-    if config.protofed.mode == "reference" and config.scoring.popularity_prior:
-        raise ConfigError(
-            "scoring.popularity_prior counts raw events and must be 0 in the private mode, "
-            f"got {config.scoring.popularity_prior:g}; use --mode nodp, or leave the prior out"
-        )
+    if config.protofed.mode == "reference":
+        refuse_prior(config, "use --mode nodp, or leave the prior out")
 
 
 def as_run(config: RunConfig) -> RunConfig:

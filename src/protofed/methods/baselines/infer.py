@@ -26,10 +26,11 @@ from typing import Literal
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch import Tensor
+from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from protofed.backbone.functional import lending
 from protofed.backbone.losses import LOSSES, draw_negatives, window_losses
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.small_modules import small_parameters
@@ -67,23 +68,23 @@ class InferState:
     judged: Bool[Tensor, " n"]
 
 
-class EventLosses(nn.Module):
-    """The loss of each event, as a module whose weights `functional_call` can replace."""
+@dataclass(frozen=True, slots=True)
+class EventLosses:
+    """The loss of each event, with other weights in place of some of the model's."""
 
-    def __init__(self, model: SASRec, loss: str) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
+    model: SASRec
+    loss: str
 
-    def forward(self, events: Windows, negatives: Int[Tensor, "W n"]) -> Float[Tensor, " W"]:
-        return window_losses(self.model, events, negatives, LOSSES[self.loss])[0]
+    def __call__(self, weights: Weights, events: Windows, negatives: Int[Tensor, "W n"]) -> Float[Tensor, " W"]:
+        return lending(self.model, weights, lambda: window_losses(self.model, events, negatives, LOSSES[self.loss])[0])
 
     def dense_tail(self) -> Weights:
         """The last block and the last LayerNorm, or the small modules where they are what trains: no item rows."""
         small = small_parameters(self.model)
         if small:
-            return {f"model.{name}": p.detach() for name, p in small.items()}
-        last = f"model.blocks.{len(self.model.blocks) - 1}."
-        return {name: p.detach() for name, p in self.named_parameters() if name.startswith((last, "model.norm."))}
+            return {name: p.detach() for name, p in small.items()}
+        last = f"blocks.{len(self.model.blocks) - 1}."
+        return {name: p.detach() for name, p in self.model.named_parameters() if name.startswith((last, "norm."))}
 
 
 @contextmanager
@@ -105,7 +106,7 @@ def mean_gradient(losses: EventLosses, weights: Weights, asked: Asked) -> Weight
     """The gradient of the mean loss."""
     total = {name: torch.zeros_like(value) for name, value in weights.items()}
     for events, negatives in asked:
-        part = grad(lambda w, e=events, n=negatives: functional_call(losses, w, (e, n)).sum())(weights)
+        part = grad(lambda w, e=events, n=negatives: losses(w, e, n).sum())(weights)
         total = {name: value + part[name] for name, value in total.items()}
     n = max(sum(len(events) for events, _ in asked), 1)
     return {name: value / n for name, value in total.items()}
@@ -117,7 +118,7 @@ def inner_products(losses: EventLosses, weights: Weights, along: Weights, asked:
     for events, negatives in asked:
 
         def slope(counted: Tensor, e: Windows = events, n: Tensor = negatives) -> Tensor:
-            return dot(grad(lambda w: (counted * functional_call(losses, w, (e, n))).sum())(weights), along)
+            return dot(grad(lambda w: (counted * losses(w, e, n)).sum())(weights), along)
 
         parts.append(grad(slope)(torch.ones(len(events), device=negatives.device)))
     return torch.cat(parts)
@@ -128,8 +129,7 @@ def gradient_norms(losses: EventLosses, weights: Weights, asked: Asked, chunk: i
 
     def one(w: Weights, users: Tensor, tokens: Tensor, sources: Tensor, targets: Tensor, drawn: Tensor) -> Tensor:
         event = Windows(users[None], tokens[None], sources[None], targets[None], users[None])
-        loss: Tensor = functional_call(losses, w, (event, drawn[None]))[0]
-        return loss
+        return losses(w, event, drawn[None])[0]
 
     parts = [torch.zeros(0, device=next(iter(weights.values())).device)]
     per_event = vmap(grad(one), in_dims=(None, 0, 0, 0, 0, 0), chunk_size=chunk)
