@@ -206,11 +206,11 @@ def in_range(config: RunConfig) -> RunConfig:
     if config.protofed.prompt_history > config.backbone.history_length:
         prompts, whole = config.protofed.prompt_history, config.backbone.history_length
         raise ConfigError(f"protofed.prompt_history must be at most backbone.history_length, got {prompts} and {whole}")
-    ablated(config.protofed)
+    ablations_of(config.protofed)
     return config
 
 
-def ablated(config: ProtoFedConfig) -> frozenset[str]:
+def ablations_of(config: ProtoFedConfig) -> frozenset[str]:
     """The parts that are left out; an unknown name is an error that suggests the nearest."""
     names = [name.strip() for name in config.ablate.split(",") if name.strip()]
     for name in names:

@@ -23,7 +23,7 @@ from protofed.methods.baselines.infer import (
     inner_products,
     mean_gradient,
     plus,
-    preconditioned,
+    precondition,
     shares,
     with_negatives,
 )
@@ -124,7 +124,7 @@ def test_preconditioning_inverts_the_damped_hessian():
     losses, weights = in_double(losses), {name: value.double() for name, value in weights.items()}
     with differentiable_attention():
         right = mean_gradient(losses, weights, reference)
-        x = preconditioned(losses, weights, right, events, damping=30.0)
+        x = precondition(losses, weights, right, events, damping=30.0)
         ahead, behind = (mean_gradient(losses, plus(weights, x, step), events) for step in (1e-4, -1e-4))
     back = plus({name: (ahead[name] - behind[name]) / 2e-4 for name in x}, x, 30.0)
     assert torch.allclose(flat(back), flat(right), atol=1e-4 * float(flat(right).norm()))

@@ -45,7 +45,7 @@ from protofed.methods.baselines.buffer import (
     within,
 )
 from protofed.methods.baselines.experience_replay import MAX_WEIGHT, learn_with_replay
-from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, readable, started
+from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, readable, start_from_backbone
 from protofed.methods.protocol import Diagnostics, World
 from protofed.methods.variants import learning_rate
 from protofed.seeds import numpy_stream, stream
@@ -146,7 +146,7 @@ def earlier_validation(slice_: TimeSlice, *, base_only: bool = False) -> np.ndar
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
-def sorted_sample(positions: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
+def draw_sorted(positions: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
     """At most n of the positions, drawn without replacement."""
     return np.sort(rng.permutation(positions)[:n])
 
@@ -179,7 +179,7 @@ def conjugate_gradients(apply: Callable[[Weights], Weights], right: Weights, ste
     return x
 
 
-def preconditioned(losses: EventLosses, weights: Weights, right: Weights, asked: Asked, damping: float) -> Weights:
+def precondition(losses: EventLosses, weights: Weights, right: Weights, asked: Asked, damping: float) -> Weights:
     """(H + damping I)^-1 right, H the Hessian of the mean loss over these events."""
 
     def damped(direction: Weights) -> Weights:
@@ -235,7 +235,9 @@ class Infer:
         drawn = numpy_stream(world.config.seed, "infer", "base").random(len(base))
         kept = best_per_slice(np.zeros_like(base), world.base.past.users[base], drawn, capacity, self.per_user)
         buffer = torch.from_numpy(base[kept])
-        return InferState(started(world), buffer, torch.zeros(len(buffer)), torch.zeros(len(buffer), dtype=torch.bool))
+        return InferState(
+            start_from_backbone(world), buffer, torch.zeros(len(buffer)), torch.zeros(len(buffer), dtype=torch.bool)
+        )
 
     def learn(
         self, world: World, state: InferState, slice_: TimeSlice, descend: Descend
@@ -268,14 +270,14 @@ class Infer:
         weights = losses.dense_tail()
         rng = numpy_stream(world.config.seed, "infer", slice_.index)
         held_out = earlier_validation(slice_, base_only=world.config.privacy.wrap)
-        reference = sorted_sample(held_out, self.reference, rng)
+        reference = draw_sorted(held_out, self.reference, rng)
         candidates = with_negatives(world, slice_, events, "candidates", device)
         with differentiable_attention():
             along = mean_gradient(losses, weights, with_negatives(world, slice_, reference, "reference", device))
             if self.estimate == "vanilla":
-                some = sorted_sample(readable(world, slice_).train_positions, EVENTS_AT_ONCE, rng)
+                some = draw_sorted(readable(world, slice_).train_positions, EVENTS_AT_ONCE, rng)
                 curvature = with_negatives(world, slice_, some, "curvature", device)
-                along = preconditioned(losses, weights, along, curvature, self.damping)
+                along = precondition(losses, weights, along, curvature, self.damping)
             slopes = inner_products(losses, weights, along, candidates)
             if self.cosine:
                 lengths = gradient_norms(losses, weights, candidates) * dot(along, along).sqrt()
