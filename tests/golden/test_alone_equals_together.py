@@ -25,7 +25,7 @@ from protofed.client.upload import Upload, embed_prompts, make_upload
 from protofed.config import ABLATIONS, RunConfig, override
 from protofed.data.prepared import load_log
 from protofed.federation import preparation
-from protofed.federation.simulator import events_of, negatives_of
+from protofed.federation.simulator import draw_step_negatives, events_of
 from protofed.inference.end import Question, end_slice
 from protofed.methods.protocol import World
 from protofed.methods.protofed_rules import as_run, round_rule
@@ -82,7 +82,7 @@ def play(model: Model, devices: DeviceState, slice_: TimeSlice, places: Tensor, 
     for step in range(model.rule.steps):
         if step == model.rule.steps // 2:
             model = receive(model, Broadcast(model.version + 1, unit(model.v + 0.2 * model.v.roll(1, 0))))
-        negatives, brief = negatives_of(model, state, lesson, DRAWS, step)
+        negatives, brief = draw_step_negatives(model, state, lesson, DRAWS, step)
         drawn.append(negatives)
         state, _ = client_update(model, state, lesson, negatives, decay_rates(model.rule, step), brief)
     upload = make_upload(model, state, rule, DRAWS, ROUND)

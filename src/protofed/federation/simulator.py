@@ -108,7 +108,7 @@ def step_stacks(
     rule, draws, at = decay_rates(model.rule, number), SeededDraws(schedule.seed), model.v.device
     key, done, reports = schedule.slice_index * STEPS_PER_SLICE + number, [], []
     for stack in stacks:
-        negatives, brief = negatives_of(model, stack.state, stack.lesson, draws, key)
+        negatives, brief = draw_step_negatives(model, stack.state, stack.lesson, draws, key)
         state, report = client_update(
             model, to_device(stack.state, at), lesson_to(stack.lesson, at), negatives, rule, brief
         )
@@ -117,7 +117,7 @@ def step_stacks(
     return done, reports
 
 
-def negatives_of(
+def draw_step_negatives(
     model: Model, state: DeviceState, lesson: Lesson, draws: Draws, step: int
 ) -> tuple[Tensor, Tensor | None]:
     """A step's negatives for the lesson's windows, and for those with little context."""
