@@ -1,6 +1,6 @@
 # make run    set everything up, run the main job on the embedded world, write report.html
 # make test   set everything up, check style and types, run all tests but the long ones
-# make test-long   tens of thousands of random cases, on top of `make test`
+# make test-long   tens of thousands of random cases and all committed reports made again, on top of `make test`
 # make report rebuild the reports of docs/ (report, more_logs, paper_size, sensitivity) and its tables from the committed runs
 PYTHON ?= python3
 VENV   ?= .venv

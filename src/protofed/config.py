@@ -206,11 +206,11 @@ def in_range(config: RunConfig) -> RunConfig:
     if config.protofed.prompt_history > config.backbone.history_length:
         prompts, whole = config.protofed.prompt_history, config.backbone.history_length
         raise ConfigError(f"protofed.prompt_history must be at most backbone.history_length, got {prompts} and {whole}")
-    ablated(config.protofed)
+    ablations_of(config.protofed)
     return config
 
 
-def ablated(config: ProtoFedConfig) -> frozenset[str]:
+def ablations_of(config: ProtoFedConfig) -> frozenset[str]:
     """The parts that are left out; an unknown name is an error that suggests the nearest."""
     names = [name.strip() for name in config.ablate.split(",") if name.strip()]
     for name in names:
@@ -291,7 +291,7 @@ def values_of(path: Path) -> dict[str, object]:
 def parsed(text: str, name: str = "the config") -> dict[str, object]:
     """The dotted keys a TOML text sets; errors call it `name`."""
     try:
-        return _flatten(_toml_values(text))
+        return flatten(_toml_values(text))
     except ValueError as problem:
         raise ConfigError(f"{name} is not valid TOML: {problem}") from problem
 
@@ -331,12 +331,12 @@ def _toml(value: object) -> str:
     return json.dumps(value) if isinstance(value, bool | int) else repr(value)
 
 
-def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
-    """Dotted keys; an empty table stays a value, so that an unknown one is noticed."""
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    """The values of nested tables by dotted keys; an empty table stays a value, so that an unknown one is noticed."""
     flat: dict[str, object] = {}
     for key, value in table.items():
-        inside = isinstance(value, dict) and bool(value)
-        flat |= _flatten(value, f"{prefix}{key}.") if inside else {f"{prefix}{key}": value}
+        inside = isinstance(value, Mapping) and bool(value)
+        flat |= flatten(value, f"{prefix}{key}.") if inside else {f"{prefix}{key}": value}
     return flat
 
 
@@ -384,7 +384,7 @@ def _entered(text: str, path: list[str], value: object, key: str) -> str:
 def hyper_values(text: str) -> dict[str, Value]:
     """The hyper-parameters of a config by their names; a part of a part is named `capacity.share`."""
     try:
-        found = _flatten(_toml_values(f"hyper = {{{text}}}"))
+        found = flatten(_toml_values(f"hyper = {{{text}}}"))
     except ValueError as problem:
         raise ConfigError(f'hyper must look like "strength = 0.1, examples = 500", got {text!r}') from problem
     values = {key.removeprefix("hyper."): value for key, value in found.items() if key != "hyper"}

@@ -12,13 +12,15 @@ from protofed.cli.main import main
 ROOT = Path(__file__).parents[2]
 
 
+OTHERS = (
+    *("docs/report.html", "docs/more_logs.html", "docs/paper_size.html"),
+    *("results/overall.csv", "results/more.csv", "results/paper_size.csv"),
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "made",
-    [
-        *("docs/report.html", "docs/more_logs.html", "docs/paper_size.html", "docs/sensitivity.html"),
-        *("results/overall.csv", "results/more.csv", "results/paper_size.csv"),
-    ],
+    "made", ["docs/sensitivity.html", *(pytest.param(made, marks=pytest.mark.long) for made in OTHERS)]
 )
 def test_the_committed_runs_give_the_committed_report(made, tmp_path, monkeypatch, capsys):
     lines = (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()

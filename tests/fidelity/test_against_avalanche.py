@@ -26,16 +26,16 @@ from protofed.methods.baselines.ewc import EWC, choice_probabilities, diagonal_f
 from protofed.methods.baselines.importance import (
     Examples,
     Springs,
+    draw_examples,
     drawing_back,
-    drawn_examples,
     mean_gradient_sizes,
-    scaled_to_mean_one,
+    scale_to_mean_one,
     weights_of,
     zeros_of,
 )
 from protofed.methods.baselines.lwf import divergence
 from protofed.methods.baselines.mas import MAS, sensitivity
-from protofed.methods.baselines.synaptic_intelligence import EarningDescent, consolidated
+from protofed.methods.baselines.synaptic_intelligence import EarningDescent, consolidate
 from protofed.methods.protocol import World
 from protofed.slices.histories import BOS, PAD
 from protofed.slices.windows import Windows
@@ -253,7 +253,7 @@ def test_the_methods_put_that_factor_before_their_penalty(method, factor, monkey
 
 def scaled(values: dict) -> dict:
     """Avalanche's importances with ours put in: each slice's have mean 1."""
-    _, mean = scaled_to_mean_one(plain(values))
+    _, mean = scale_to_mean_one(plain(values))
     for value in values.values():
         value.data /= mean
     return values
@@ -263,7 +263,7 @@ def test_the_methods_own_fisher_is_avalanches_online_sum_of_fishers_of_mean_1(sa
     world, method = tiny_world(), EWC(labels="true", decay=0.5, examples=32, negatives=9)
     plugin = EWCPlugin(1.0, "online", method.decay)
     for place, (state, slice_) in enumerate(after_two_slices(method, world)):
-        examples = drawn_examples(world, slice_, method.examples, method.negatives, "ewc")
+        examples = draw_examples(world, slice_, method.examples, method.negatives, "ewc")
         plugin.update_importances(scaled(importances(plugin, state.backbone, examples, 1)), place)
         same(state.importance, plain(plugin.importances[place]), 1e-4)  # float32
 
@@ -392,7 +392,7 @@ def test_what_a_weight_earns_is_minus_avalanches_trajectory_and_gives_its_import
     descended(optimiser, model, slices()[1], 2, watch)
     same(weights_of(model), next(run))
     same({n: -earned for n, earned in watch.earned.items()}, flat_like(model, plugin.syn_data["trajectory"]))
-    found = consolidated(zeros_of(model), watch.earned, start, weights_of(model), damping)
+    found = consolidate(zeros_of(model), watch.earned, start, weights_of(model), damping)
     same(found, {name: value.clamp(min=0) for name, value in earned_by(plugin, model).items()})
 
 
@@ -435,7 +435,7 @@ def test_under_a_penalty_si_follows_avalanches_path_and_leaves_the_penaltys_work
     assert apart({name: -earned for name, earned in watch.earned.items()}, path) > 1e-3  # what is left out matters
     # With the work counted, the sums of two slices agree wherever ours was not cut to 0 after the first.
     counted, old = {n: -value for n, value in path.items()}, {n: value.clamp(min=0) for n, value in uncut.items()}
-    ours, theirs = consolidated(old, counted, anchor, weights_of(model), damping), earned_by(plugin, model)
+    ours, theirs = consolidate(old, counted, anchor, weights_of(model), damping), earned_by(plugin, model)
     same(
         *({n: v.clamp(min=0)[uncut[n] >= 0] for n, v in one.items() if (uncut[n] >= 0).any()} for one in (ours, theirs))
     )

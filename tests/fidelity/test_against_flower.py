@@ -14,11 +14,11 @@ from torch import Generator, Tensor
 from worlds import random_model, tiny_config, tiny_stream, warmed_up
 
 from protofed.backbone.losses import LOSSES, window_losses
-from protofed.client.lessons import chunks, negatives_of
+from protofed.client.lessons import chunks, draw_negatives_by_event
 from protofed.federation.stacked import (
+    ClientWeights,
     Deltas,
     LocalSteps,
-    Stack,
     add_pull,
     clipped_sum,
     select_clients,
@@ -93,7 +93,7 @@ def some_deltas(server: Server) -> Deltas:
     rng = Generator().manual_seed(0)
     clients, items = torch.tensor([0, 0, 1, 2, 2, 2, 3]), torch.tensor([1, 4, 4, 0, 1, 6, 4])
     dense = torch.randn(len(SIZES), server.layout.size, generator=rng) * torch.tensor([[0.1], [1.0], [2.0], [0.5]])
-    return Deltas(Stack(dense, torch.randn(len(items), 8, generator=rng)), clients, items, len(server.rows))
+    return Deltas(ClientWeights(dense, torch.randn(len(items), 8, generator=rng)), clients, items, len(server.rows))
 
 
 def moved_models(server: Server, deltas: Deltas, factors: Tensor | None = None) -> list[Model]:
@@ -185,15 +185,15 @@ def test_flower_leaves_the_proximal_term_to_its_clients_and_documents_both_forms
     assert flower.FedProx.aggregate_train is flower.FedAvg.aggregate_train
 
 
-def two_stacks() -> tuple[Stack, Stack]:
+def two_stacks() -> tuple[ClientWeights, ClientWeights]:
     rng = Generator().manual_seed(0)
-    return tuple(Stack(torch.randn(1, 5, generator=rng), torch.randn(3, 4, generator=rng)) for _ in range(2))
+    return tuple(ClientWeights(torch.randn(1, 5, generator=rng), torch.randn(3, 4, generator=rng)) for _ in range(2))
 
 
 @exactly
 def test_the_pulls_gradient_is_that_of_flowers_formula(same):
     at, anchor = two_stacks()
-    found = add_pull(Stack(torch.zeros(1, 5), torch.zeros(3, 4)), at, anchor, 0.3)
+    found = add_pull(ClientWeights(torch.zeros(1, 5), torch.zeros(3, 4)), at, anchor, 0.3)
     leaves = [at.dense.clone().requires_grad_(True), at.rows.clone().requires_grad_(True)]
     expected = torch.autograd.grad(proximal(0.3, leaves, [anchor.dense, anchor.rows]), leaves)
     same({"dense": found.dense, "rows": found.rows}, dict(zip(("dense", "rows"), expected, strict=True)))
@@ -202,7 +202,7 @@ def test_the_pulls_gradient_is_that_of_flowers_formula(same):
 @exactly
 def test_the_examples_gradient_times_twice_each_tensors_distance_is_ours(same):
     at, anchor = two_stacks()
-    found = add_pull(Stack(torch.zeros(1, 5), torch.zeros(3, 4)), at, anchor, 0.3)
+    found = add_pull(ClientWeights(torch.zeros(1, 5), torch.zeros(3, 4)), at, anchor, 0.3)
     leaves = [at.dense.clone().requires_grad_(True), at.rows.clone().requires_grad_(True)]
     example = torch.autograd.grad(sum_of_lengths(0.3, leaves, [anchor.dense, anchor.rows]), leaves)
     distances = [(at.dense - anchor.dense).norm(), (at.rows - anchor.rows).norm()]
@@ -225,7 +225,7 @@ def test_a_fedprox_client_descends_flowers_documented_loss(mu, same):
         mine = take(windows, (windows.users == client).nonzero()[:, 0])
         optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
         for step in range(3):
-            negatives = negatives_of(
+            negatives = draw_negatives_by_event(
                 mine,
                 world.config.training.negatives,
                 slice_.n_train_items,

@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from protofed.client import lessons
-from protofed.client.upload import embed_prompts
+from protofed.client import upload as uploads
 from protofed.data.interactions import InteractionLog
 from protofed.federation import newcomers as introducing
 from protofed.federation import simulator
 from protofed.methods.baselines import dual_lora, federated_rounds
 from protofed.privacy import descent, draws
 from protofed.privacy.descent import PrivateDescent
-from protofed.privacy.upload import contributions
+from protofed.privacy.upload import write_out
 from protofed.privacy.user_gradients import Rows
-from protofed.server import fedkmeans
+from protofed.server import aggregate, fedkmeans
 from protofed.server import newcomers as introductions
 from protofed.slices.histories import Histories, histories
 from protofed.slices.partition import SliceBounds
@@ -236,25 +236,49 @@ def watch_introductions(capture: Capture, patch: pytest.MonkeyPatch) -> None:
 
 
 def watch_uploads(capture: Capture, patch: pytest.MonkeyPatch, stream: SliceStream) -> None:
-    """ProtoFed-SP's prototypes: the row that each device's upload adds to the sums, before it is coded in 8 bits."""
-    simulate_round, make_upload = simulator.simulate_round, simulator.make_upload
+    """ProtoFed-SP's prototypes: the rows that each device adds to the sums, before they are coded or noised by it.
+
+    Where devices add the noise, the standard deviation written down is that of the noise which is priced.
+    """
+    simulate_round, make_upload, release_sums = simulator.simulate_round, simulator.make_upload, aggregate.release_sums
     number = {int(key): user for user, key in enumerate(stream._user_keys)}
+    sending: list[int] = []
 
     def opened(*arguments: Any) -> Any:
         capture.releases.append(Released())
         return simulate_round(*arguments)
 
-    def watched(model: Any, state: Any, rule: Any, sources: Any, round_: int) -> Any:
-        upload = make_upload(model, state, rule, sources, round_)
-        rows, at = contributions(embed_prompts(model, state, rule)[:, 0].double(), upload.block, rule.upload)
-        for place, key in enumerate(state.users.tolist()):
-            table = torch.zeros(rule.upload.n_prototypes, rows.shape[1], dtype=torch.float64)
-            table[at[place]] = rows[place]
-            capture.releases[-1].add(number[key], {"sums": table.flatten()})
-        return upload
+    def watched(model: Any, state: Any, rule: Any, *rest: Any) -> Any:
+        sending[:] = [number[key] for key in state.users.tolist()]
+        if rule.form == "integers":
+            share = uploads.secure_std(rule.upload, rule.noise_multiplier, 1e9, least=rule.least, clients=0)
+            capture.releases[-1].std = share / 1e9 * math.sqrt(rule.least - 1)
+        elif rule.form == "noised rows":
+            capture.releases[-1].std = rule.upload.noise_std(rule.noise_multiplier, "local")
+        return make_upload(model, state, rule, *rest)
+
+    def coded(original: Callable[..., Any]) -> Callable[..., Any]:
+        def code(z: Tensor, block: Tensor, rule: Any, *rest: Any) -> Any:
+            for user, table in zip(sending, write_out(z.double(), block, rule), strict=True):
+                capture.releases[-1].add(user, {"sums": table.flatten()})
+            return original(z, block, rule, *rest)
+
+        return code
+
+    def released(accepted: Any, rule: Any, noise: Any) -> Any:
+        made = release_sums(accepted, rule, noise)
+        if rule.form == "points":  # `noise` has written it down
+            return made
+        assert made is not None, "too few uploads: a test of nothing"
+        made = made if capture.script is None else capture.script[len(capture.noised)]
+        capture.noised.append(made)
+        return made
 
     patch.setattr(simulator, "simulate_round", opened)
     patch.setattr(simulator, "make_upload", watched)
+    patch.setattr(aggregate, "release_sums", released)
+    for name in ("central_upload", "secure_upload", "local_upload"):
+        patch.setattr(uploads, name, coded(getattr(uploads, name)))
 
 
 def length(found: Contribution) -> float:

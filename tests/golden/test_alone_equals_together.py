@@ -25,7 +25,7 @@ from protofed.client.upload import Upload, embed_prompts, make_upload
 from protofed.config import ABLATIONS, RunConfig, override
 from protofed.data.prepared import load_log
 from protofed.federation import preparation
-from protofed.federation.simulator import events_of, negatives_of
+from protofed.federation.simulator import draw_step_negatives, events_of
 from protofed.inference.end import Question, end_slice
 from protofed.methods.protocol import World
 from protofed.methods.protofed_rules import as_run, round_rule
@@ -82,7 +82,7 @@ def play(model: Model, devices: DeviceState, slice_: TimeSlice, places: Tensor, 
     for step in range(model.rule.steps):
         if step == model.rule.steps // 2:
             model = receive(model, Broadcast(model.version + 1, unit(model.v + 0.2 * model.v.roll(1, 0))))
-        negatives, brief = negatives_of(model, state, lesson, DRAWS, step)
+        negatives, brief = draw_step_negatives(model, state, lesson, DRAWS, step)
         drawn.append(negatives)
         state, _ = client_update(model, state, lesson, negatives, decay_rates(model.rule, step), brief)
     upload = make_upload(model, state, rule, DRAWS, ROUND)
@@ -166,11 +166,23 @@ def test_the_slice_that_is_played_has_newcomers_returning_users_sessions_and_que
     assert int(slice_.past.before.max()) > LENGTH
 
 
+@cache
+def gowalla() -> SliceStream:
+    return SliceStream(load_log("gowalla_1k", SHARED), RunConfig().stream)
+
+
 @pytest.mark.slow
 @pytest.mark.shared
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the real logs are not at ../shared/data")
-@pytest.mark.parametrize("mode", ["reference", "nodp"])
-def test_on_gowalla_a_device_alone_is_the_device_in_a_stack_of_512(mode):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"protofed.mode": mode} for mode in ("reference", "nodp", "literal")),
+        *(pytest.param({"protofed.ablate": name}, marks=pytest.mark.long) for name in ABLATIONS),
+    ],
+    ids=lambda settings: next(iter(settings.values())),
+)
+def test_on_gowalla_a_device_alone_is_the_device_in_a_stack_of_512(settings):
     few = {
         "training.base_epochs": 1,
         "protofed.base_steps": 1,
@@ -178,9 +190,9 @@ def test_on_gowalla_a_device_alone_is_the_device_in_a_stack_of_512(mode):
         "protofed.base_windows": 1,
         "privacy.noise_multiplier": 1.1282,
         "protofed.newcomers": "mean-row",
-        "protofed.mode": mode,
+        **settings,
     }
     config = override(RunConfig(dataset="gowalla_1k", method="protofed-sp"), few)
-    data = SliceStream(load_log("gowalla_1k", SHARED), config.stream)
+    data = gowalla()
     world, state = a_world(config, data)
     check(world, state, data.slice_(1), stack=512, alone=6)

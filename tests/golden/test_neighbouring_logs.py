@@ -164,22 +164,29 @@ PROTOTYPES = {
 }
 
 
-def check_prototypes() -> Capture:
-    (whole, state, world), (without, _, _) = both(ProtoFedSP(), **PROTOTYPES)
+SENSITIVITY = {"central": math.hypot(1.0, 0.25), "secure-aggregation": math.hypot(1.0, 0.25), "local": 2.0}
+every_trust = pytest.mark.parametrize("trust", SENSITIVITY)
+
+
+def check_prototypes(trust: str) -> Capture:
+    (whole, state, world), (without, _, _) = both(ProtoFedSP(), **PROTOTYPES, privacy__trust=trust)
     (release,) = ProtoFedSP().releases(world, state)
     assert release.count == len(whole.releases) == 4
     (std,) = {one.std for one in whole.releases}
     bound = std / release.noise_multiplier
-    assert bound == pytest.approx(math.hypot(1.0, 0.25))
+    assert bound == pytest.approx(SENSITIVITY[trust])
     assert_neighbouring(whole, without, somebody(tiny_stream()), bound)
     return whole
 
 
-def test_prototypes_lack_the_missing_users_upload_alone():
-    whole = check_prototypes()
-    contributing = set(whole.releases[0].by_user)
+@every_trust
+def test_prototypes_lack_the_missing_users_upload_alone(trust):
+    first = check_prototypes(trust).releases[0].by_user
+    contributing = {user for user, found in first.items() if found["sums"].any()}
     later = set(tiny_stream()._users[slice(*tiny_stream().bounds[1].part("train"))].tolist())
     assert contributing == later  # nobody is heard who has done nothing since the base block
+    everybody = range(tiny_stream().slice_(1).past.n_users)
+    assert set(first) == (later if trust == "central" else set(everybody))  # who adds the noise sends it, come what may
 
 
 @pytest.mark.parametrize("name", ["frozen", "recicl"])
@@ -238,7 +245,8 @@ def test_a_planted_violation_is_caught(where, name, broken, said, monkeypatch):
         check(method_of("full-retrain"))
 
 
-def test_base_users_who_upload_without_later_events_are_caught(monkeypatch):
+@every_trust
+def test_base_users_who_upload_without_later_events_are_caught(trust, monkeypatch):
     """What versions before 0.2.0 did: a base user's prompt stayed in the sums when the later events were gone."""
 
     def as_before(stack: Any, coins: torch.Tensor, rule: Any) -> Any:
@@ -247,7 +255,7 @@ def test_base_users_who_upload_without_later_events_are_caught(monkeypatch):
     chosen_of = simulator.chosen_of
     monkeypatch.setattr(simulator, "chosen_of", as_before)
     with pytest.raises(AssertionError, match="still adds"):
-        check_prototypes()
+        check_prototypes(trust)
 
 
 def test_a_server_that_hears_base_events_in_federated_rounds_is_caught(monkeypatch):

@@ -14,7 +14,7 @@ from worlds import every_value, questions, tiny_config, tiny_log, tiny_stream, w
 from protofed.backbone.losses import LOSSES, window_losses
 from protofed.backbone.new_items import with_new_rows
 from protofed.backbone.training import PlainDescent
-from protofed.client.lessons import client_data, negatives_of
+from protofed.client.lessons import client_data, draw_negatives_by_event
 from protofed.data.interactions import from_codes
 from protofed.errors import ConfigError
 from protofed.methods.baselines import federated_rounds
@@ -83,7 +83,7 @@ def slow_round(world: World, rate: float, epochs: int, clip: float) -> tuple[dic
         optimiser = torch.optim.SGD(client.parameters(), lr=rate)
         for step in range(epochs):
             key = ROUND_KEYS + step
-            negatives = negatives_of(windows, training.negatives, slice_.n_train_items, seed=seed, step=key)
+            negatives = draw_negatives_by_event(windows, training.negatives, slice_.n_train_items, seed=seed, step=key)
             sums, counts = window_losses(client, windows, negatives, LOSSES["softmax"])
             optimiser.zero_grad()
             (sums.sum() / counts.sum()).backward()

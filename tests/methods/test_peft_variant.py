@@ -153,7 +153,7 @@ def test_si_does_not_repeat_a_warm_up_that_taught_the_prompt_nothing():
 
 def test_influence_is_measured_on_the_prompt():
     weights = EventLosses(FineTuneLast().start(world()).backbone, "softmax").dense_tail()
-    assert set(weights) == {f"model.{PROMPT}"}
+    assert set(weights) == {PROMPT}
 
 
 def test_full_retraining_draws_the_prompt_anew_and_forgets_the_one_it_finds():

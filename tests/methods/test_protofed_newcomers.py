@@ -11,7 +11,7 @@ from worlds import another_future, questions, tiny_config, tiny_stream, warmed_u
 from protofed.backbone.training import PlainDescent
 from protofed.errors import ConfigError
 from protofed.federation.newcomers import (
-    met_before,
+    items_met_before,
     nobody_new,
     rehearse_maps,
     release_introductions,
@@ -193,7 +193,7 @@ def test_arrivals_of_the_rehearsal_are_the_items_without_an_earlier_event():
     base = tiny_stream().slice_(0)
     half = int(base.train_positions[len(base.train_positions) // 2])
     earlier = {int(base.past.items[base.past.place[position]]) for position in range(half)}
-    assert set(met_before(base, half, base.n_train_items).nonzero()[:, 0].tolist()) == earlier
+    assert set(items_met_before(base, half, base.n_train_items).nonzero()[:, 0].tolist()) == earlier
 
 
 @pytest.mark.parametrize("setting", [{"protofed__mode": "nodp"}, {"privacy__trust": "local"}])

@@ -95,7 +95,7 @@ def test_300_mutated_config_files_are_read_or_refused_in_one_line(tmp_path):
     check(tmp_path / "config.toml", range(100))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_6000_mutated_config_files_are_read_or_refused_in_one_line(tmp_path):
     check(tmp_path / "config.toml", range(100, 2_100))
 

@@ -66,7 +66,7 @@ def last_states(model: SASRec, windows: Windows) -> Float[Tensor, "W d"]:
     return hidden_at(model.hidden_on_lines(lines), (lines.shift + last)[:, None])[:, 0]
 
 
-def looked_up_at_once(
+def look_up_together(
     look_up: Embed, tokens: Int[Tensor, "R L"], targets: Int[Tensor, "W P"], negatives: Int[Tensor, "W n"]
 ) -> tuple[Float[Tensor, "R L d"], Float[Tensor, "W P d"], Float[Tensor, "W n d"]]:
     """The rows of all three from one look-up, whose gradient is the dear part."""
@@ -90,7 +90,7 @@ def window_losses(
     """Per window the summed loss of its targets and how many there are; a negative that is the target is void."""
     shared = windows.lines if prompt is None and embed is None and model.reads_lines else None
     tokens, look_up = windows.tokens if shared is None else shared.tokens, embed or model.embed
-    read, wanted, others = looked_up_at_once(look_up, tokens, windows.targets, negatives)
+    read, wanted, others = look_up_together(look_up, tokens, windows.targets, negatives)
 
     def looked_up(items: Tensor) -> Tensor:  # a backbone may read other tokens than it is given
         return read if items is tokens else look_up(items)

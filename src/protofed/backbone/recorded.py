@@ -17,8 +17,8 @@ from jaxtyping import Float, Int
 from torch import Generator, Tensor
 
 from protofed.slices.histories import PAD
-from protofed.slices.lines import Lines, columns_of, sent_together, sharing_lines
-from protofed.slices.windows import NO_TARGET, Windows, moved, picked
+from protofed.slices.lines import Lines, columns_of, send_together, sharing_lines
+from protofed.slices.windows import NO_TARGET, Windows, moved, pick_windows
 
 STEPS_AS_THEY_ARE = 3  # libraries choose their kernels and optimisers make their moments in the first ones
 LINES = 8  # lines that windows share come in multiples of this
@@ -61,7 +61,7 @@ def from_columns(given: list[Tensor]) -> Inputs:
     return Inputs(Windows(*given[:5], lines=lines), given[5], rest[0] if len(rest) == 1 else None)
 
 
-def padded_windows(batch: Windows, shape: Shape) -> Windows:
+def pad_windows(batch: Windows, shape: Shape) -> Windows:
     """The same windows in the given shape; those that were added have no target."""
     more, left = shape.windows - len(batch), shape.tokens - batch.tokens.shape[1]
     right = shape.targets - batch.targets.shape[1]
@@ -76,12 +76,12 @@ def padded_windows(batch: Windows, shape: Shape) -> Windows:
     )
 
 
-def padded(inputs: Inputs, shape: Shape) -> Inputs:
+def pad_inputs(inputs: Inputs, shape: Shape) -> Inputs:
     """The same step in the given shape; what was added has no target, so it adds nothing to a loss."""
     missing = shape.windows - len(inputs.negatives)
     negatives = F.pad(inputs.negatives, (0, 0, 0, missing)) if missing else inputs.negatives
     prompt = inputs.prompt if inputs.prompt is None else F.pad(inputs.prompt, (0, 0, 0, 0, 0, missing))
-    return Inputs(padded_windows(inputs.batch, shape), negatives, prompt)
+    return Inputs(pad_windows(inputs.batch, shape), negatives, prompt)
 
 
 def in_shape(
@@ -93,16 +93,16 @@ def in_shape(
     shapes, so few recordings.
     """
     n = -(-len(windows) // size) * size
-    here = padded_windows(windows, replace(shape, windows=n))
+    here = pad_windows(windows, replace(shape, windows=n))
     whole, parts = moved(here, device), [slice(start, start + size) for start in range(0, n, size)]
     if not share:
-        yield from (picked(whole, part) for part in parts)
+        yield from (pick_windows(whole, part) for part in parts)
         return
-    lines = sent_together([sharing_lines(here.tokens[part], LINES) for part in parts], device)
+    lines = send_together([sharing_lines(here.tokens[part], LINES) for part in parts], device)
     half = -(-shape.targets // 2)
     for part, laid in zip(parts, lines, strict=True):
         width = shape.targets if (here.targets[part, half:] != NO_TARGET).any() else half
-        batch = picked(whole, part)
+        batch = pick_windows(whole, part)
         yield replace(batch, sources=batch.sources[:, :width], targets=batch.targets[:, :width], lines=laid)
 
 
@@ -133,7 +133,7 @@ class RecordedSteps:
     ahead: deque[torch.cuda.Event] = field(default_factory=deque)  # ends of the newest replays, oldest first
 
     def __call__(self, inputs: Inputs) -> None:
-        given = columns(padded(inputs, replace(self.shape, targets=inputs.batch.targets.shape[1])))
+        given = columns(pad_inputs(inputs, replace(self.shape, targets=inputs.batch.targets.shape[1])))
         shapes = tuple(column.shape for column in given)
         recording = self.recordings.get(shapes)
         if recording is None:
@@ -159,7 +159,7 @@ class RecordedSteps:
 
     def laid(self, windows: Windows, size: int, rng: Generator, *, share: bool = False) -> Iterator[Windows]:
         """The windows in a drawn order, `size` at a time, where the steps will read them."""
-        drawn = picked(windows, torch.randperm(len(windows), generator=rng))
+        drawn = pick_windows(windows, torch.randperm(len(windows), generator=rng))
         return in_shape(drawn, size, self.shape, self.device, share=share)
 
     def _run(self, recording: Recording) -> None:

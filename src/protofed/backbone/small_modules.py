@@ -119,14 +119,14 @@ def with_prompt(model: SASRec, length: int, rng: Generator, like: SASRec | None 
     """
     model, like = copy.deepcopy(model), like or model
     model.prompt = Prompt(some_inputs(like, length, rng), like.input_norm())
-    return settled(model)
+    return ready_to_score(model)
 
 
 def with_prefix(model: SASRec, length: int, rng: Generator) -> SASRec:
     """A copy with key and value prefixes, started as the keys and values that a prompt of drawn items would have."""
     model = copy.deepcopy(model)
     model.prefix = Prefix(prefix_like(model, some_inputs(model, length, rng)))
-    return settled(model)
+    return ready_to_score(model)
 
 
 @torch.no_grad()
@@ -141,19 +141,19 @@ def prefix_like(model: SASRec, tokens: Float[Tensor, "L_p d"]) -> Float[Tensor, 
     return torch.stack(pairs)
 
 
-def reparametrised(model: SASRec, inner: int, rng: Generator) -> SASRec:
+def reparametrise(model: SASRec, inner: int, rng: Generator) -> SASRec:
     """A copy whose prefix trains through a network of that inner width (Li and Liang, 2021); equal as it starts."""
     model = copy.deepcopy(model)
     prefix = prefix_of(model)
     prefix.change = Change(prefix.pairs, inner, rng)
-    return settled(model)
+    return ready_to_score(model)
 
 
-def folded(model: SASRec) -> SASRec:
+def fold_prefix(model: SASRec) -> SASRec:
     """A copy whose prefix is what the network made of it, bit for bit, and the network is gone."""
     model = copy.deepcopy(model)
     model.prefix = Prefix(prefix_of(model)().detach())
-    return settled(model)
+    return ready_to_score(model)
 
 
 def prefix_of(model: SASRec) -> Prefix:
@@ -167,7 +167,7 @@ def with_adapters(model: SASRec, bottleneck: int, rng: Generator) -> SASRec:
     for block in blocks_of(model):
         block.after_attention = Adapter(model.config.width, bottleneck, rng)
         block.after_ffn = Adapter(model.config.width, bottleneck, rng)
-    return settled(model)
+    return ready_to_score(model)
 
 
 def with_lora(model: SASRec, rank: int, alpha: float, rng: Generator) -> SASRec:
@@ -176,14 +176,14 @@ def with_lora(model: SASRec, rank: int, alpha: float, rng: Generator) -> SASRec:
     for block in blocks_of(model):
         block.query = LoRALinear(block.query, rank, alpha, rng)
         block.value = LoRALinear(block.value, rank, alpha, rng)
-    return settled(model)
+    return ready_to_score(model)
 
 
 def blocks_of(model: SASRec) -> list[Block]:
     return [block for block in model.blocks if isinstance(block, Block)]
 
 
-def settled(model: SASRec) -> SASRec:
+def ready_to_score(model: SASRec) -> SASRec:
     """The model with everything that was attached on its device, ready to score."""
     return at_rest(model.to(model.items.device))
 

@@ -54,7 +54,7 @@ def exam_of(slice_: TimeSlice, selection: str, length: int, device: torch.device
 
 
 @torch.no_grad()
-def graded(model: SASRec, exam: Exam, last_hidden: LastHidden | None = None) -> Float[Tensor, " Q"]:
+def grade_exam(model: SASRec, exam: Exam, last_hidden: LastHidden | None = None) -> Float[Tensor, " Q"]:
     """NDCG@10 of every query, in the exam's order; histories are read by `last_hidden`, by default the model's own."""
     model.eval()
     read = last_hidden or model.last_hidden
@@ -72,7 +72,7 @@ def _ranks(model: SASRec, hidden: Float[Tensor, "B d"], part: Questions, n_items
 
 def mean_grade(model: SASRec, exam: Exam, last_hidden: LastHidden | None = None) -> float:
     """The mean NDCG@10; NaN where nothing is asked."""
-    values = graded(model, exam, last_hidden)
+    values = grade_exam(model, exam, last_hidden)
     return float(values.mean()) if len(values) else float("nan")
 
 

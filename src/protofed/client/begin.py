@@ -15,7 +15,7 @@ from protofed.backbone.sasrec import SASRec
 from protofed.client.codec import QueryEncoder, unit
 from protofed.client.drift import adaptive_stability, drift_gate, observe
 from protofed.client.lessons import CutsByKey, Lesson, own_windows, session_starts
-from protofed.client.memory import NewEvents, as_histories, learned_places
+from protofed.client.memory import NewEvents, as_histories, places_since
 from protofed.client.model import Model
 from protofed.client.own_rows import OwnRows, own_embed, with_met_items
 from protofed.client.prompts import PromptState, carry_over, first_contact
@@ -36,7 +36,7 @@ def begin_slice(
     """
     rule, state = model.rule, remember(state, events.memory)
     past = as_histories(state.memory, row_order=rule.row_order)
-    targets = learned_places(state.memory, events.first)
+    targets = places_since(state.memory, events.first)
     windows, brief = cut_windows(model, state, past, targets, draws, period)
     state = take_part(model, state, windows, past)
     h = query_means(model.backbone, model.encoders.g, state.rows, moved(windows, state.device), len(state))

@@ -119,7 +119,7 @@ def chunks(data: ClientData, size: int, device: torch.device) -> Iterator[tuple[
         yield slice(first, last), moved(replace(part, users=numbered), device)
 
 
-def negatives_of(windows: Windows, n: int, n_items: int, *, seed: int, step: int) -> Int[Tensor, "W n"]:
+def draw_negatives_by_event(windows: Windows, n: int, n_items: int, *, seed: int, step: int) -> Int[Tensor, "W n"]:
     """Uniform items for each window, drawn by a counter keyed by its newest target: the chunk does not matter."""
     if n >= n_items:
         return torch.arange(n_items, device=windows.newest.device).expand(len(windows), -1)

@@ -112,6 +112,6 @@ def new_events(past: Histories, users: Int[Tensor, " n"], known: Int[Tensor, " n
     return NewEvents(memory, events_until(past, start)[users])
 
 
-def learned_places(memory: Memory, first: Int[Tensor, " U"]) -> np.ndarray:
+def places_since(memory: Memory, first: Int[Tensor, " U"]) -> np.ndarray:
     """The places of each user's events from number `first` on."""
     return gather_places(memory.offsets[:-1] + first, (memory.counts - first).clamp(min=0)).numpy()

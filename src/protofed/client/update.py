@@ -126,7 +126,7 @@ def client_update(
     return state, StepReport(loss, moved, sparsity(state.prompts.short))
 
 
-def step_negatives(
+def draw_step_negatives(
     model: Model, state: DeviceState, lesson: Lesson, draws: Draws, step: int
 ) -> tuple[Int[Tensor, "W n"], Int[Tensor, "B n"] | None]:
     """A local step's negatives for the lesson's windows, and for those with little context."""

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from protofed.config import from_toml, to_toml
-from protofed.errors import ConfigError, RunFolderError
+from protofed.config import as_today
+from protofed.errors import RunFolderError
 from protofed.evaluation.ranking import METRICS
 from protofed.experiments.evaluate import CANDIDATES, METRICS_SCHEMA, RANKS_SCHEMA
 from protofed.experiments.packed import (
@@ -120,7 +120,7 @@ def add(out: Path, dataset: str, own: Sequence[Source]) -> list[Source]:
     runs_at, queries_at = (out / f"{quote(dataset, safe='')}{ending}" for ending in (RUNS, QUERIES))
     held = read_packed(runs_at) if runs_at.is_file() else RUNS_SCHEMA.empty_table()
     indices = by_index(read_packed(queries_at)) if queries_at.is_file() else {}
-    configs = [normal(text) for text in held["config"].to_pylist()]
+    configs = [as_today(text) for text in held["config"].to_pylist()]
     ranked = {config for config, blob in zip(configs, held["queries"].to_pylist(), strict=True) if blob is not None}
     chosen = choose(own, ranked)
     rows = [held.filter(pa.array([config not in chosen for config in configs], pa.bool_()))]
@@ -144,7 +144,7 @@ def choose(own: Sequence[Source], ranked: set[str]) -> dict[str, Source]:
     """One folder per config: the first that has ranks, else the first; none without them for a run held with them."""
     chosen: dict[str, Source] = {}
     for source in sorted(own, key=lambda source: not source.has_ranks):
-        config = normal(source.config)
+        config = as_today(source.config)
         if source.has_ranks or config not in ranked:
             chosen.setdefault(config, source)
     return chosen
@@ -199,14 +199,6 @@ def reported(metrics: pa.Table, *, with_ranks: bool) -> pa.Table:
     return metrics.filter(pc.and_(pc.equal(metrics["split"], "test"), pc.if_else(diagonal, on, off))).drop_columns(
         "split"
     )
-
-
-def normal(config: str) -> str:
-    """A config as it would be written today, settings that came later at their defaults; as it is if it is none."""
-    try:
-        return to_toml(from_toml(config))
-    except ConfigError:
-        return config
 
 
 def _columns(ranks: pa.Table) -> tuple[np.ndarray, np.ndarray]:

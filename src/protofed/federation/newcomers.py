@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from protofed.backbone.sasrec import SASRec, at_rest, grown
-from protofed.backbone.validation import exam_of, graded
+from protofed.backbone.validation import exam_of, grade_exam
 from protofed.client.introductions import Introductions, Map, introductions, map_of
 from protofed.privacy.mechanism import Noise, seeded_noise
 from protofed.seeds import stream
@@ -76,7 +76,7 @@ def worth_telling(public: SASRec, base: TimeSlice, maps: Float[Tensor, "T f d"],
     slices = min(PARTS // 2, len(maps))
     events = base.train_positions[-max(1, len(base.train_positions) * slices // PARTS) :]
     has_row = public.has_row.cpu()
-    arrived = has_row & ~met_before(base, int(events[0]), public.n_rows)
+    arrived = has_row & ~items_met_before(base, int(events[0]), public.n_rows)
     learned = accuracy_on(public, base, arrived)[0]
     if arrived.equal(has_row) or not learned:
         return False
@@ -105,12 +105,12 @@ def worth_telling(public: SASRec, base: TimeSlice, maps: Float[Tensor, "T f d"],
 def accuracy_on(model: SASRec, base: TimeSlice, wanted: Bool[Tensor, " I"]) -> tuple[float, float]:
     """Mean NDCG@10 over the validation events on these items (0 where there are none), and over all."""
     exam = exam_of(base, "sampled", model.config.history_length, model.items.device)
-    values, positives = graded(model, exam), base.validation.positives[torch.from_numpy(exam.order)]
+    values, positives = grade_exam(model, exam), base.validation.positives[torch.from_numpy(exam.order)]
     among = (positives < len(wanted)) & wanted[positives.clamp(max=len(wanted) - 1)]
     return (float(values[among].mean()) if among.any() else 0.0), float(values.sum()) / max(len(values), 1)
 
 
-def met_before(base: TimeSlice, position: int, n_items: int) -> Bool[Tensor, " I"]:
+def items_met_before(base: TimeSlice, position: int, n_items: int) -> Bool[Tensor, " I"]:
     """Which items had an event before that log position."""
     earlier = base.past.items[base.past.place[np.arange(position)]]
     return torch.bincount(torch.from_numpy(earlier), minlength=n_items)[:n_items] > 0

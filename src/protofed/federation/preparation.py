@@ -29,7 +29,7 @@ from protofed.client.codec import (
 )
 from protofed.client.drift import DriftState, fit_gate, fit_kappa, literal_gate, observe
 from protofed.client.lessons import CutsByKey, Lesson, own_windows, stack_size
-from protofed.client.memory import as_histories, events_between, events_until, learned_places
+from protofed.client.memory import as_histories, events_between, events_until, places_since
 from protofed.client.model import VARIANTS, Encoders, LocalRule, Model
 from protofed.client.own_rows import met_boost, no_rows, own_embed, with_met_items
 from protofed.client.state import (
@@ -281,8 +281,8 @@ def period_windows(
     """The windows of these devices over what they did in one part of the base block."""
     past = as_histories(state.memory, row_order=config.stream.row_order_history)
     first, end = (events_until(base.past, int(edge))[places] for edge in (part[0], part[-1] + 1))
-    later = learned_places(state.memory, end)
-    targets = np.setdiff1d(learned_places(state.memory, first), later, assume_unique=True)
+    later = places_since(state.memory, end)
+    targets = np.setdiff1d(places_since(state.memory, first), later, assume_unique=True)
     cuts = CutsByKey(SeededDraws(config.seed), "base periods", state.users, period)
     length, stride = config.backbone.history_length, config.training.stride
     return trimmed(own_windows(past, targets, cuts, length=length, stride=stride))

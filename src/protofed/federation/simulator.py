@@ -16,7 +16,7 @@ from protofed.client.lessons import STEPS_PER_SLICE, Lesson, lesson_to, stack_si
 from protofed.client.memory import NewEvents, events_between, events_until, new_events
 from protofed.client.model import Model, receive
 from protofed.client.state import DeviceState, join, put, select, to_device, without_rows
-from protofed.client.update import StepReport, client_update, decay_rates, step_negatives
+from protofed.client.update import StepReport, client_update, decay_rates, draw_step_negatives
 from protofed.client.upload import embed_prompts, make_upload
 from protofed.federation.rounds import server_noise, summarise_rounds, timetable, toss_coins
 from protofed.inference.end import end_slice, validation_questions
@@ -107,7 +107,7 @@ def step_stacks(
     rule, draws, at = decay_rates(model.rule, number), SeededDraws(schedule.seed), model.v.device
     key, done, reports = schedule.slice_index * STEPS_PER_SLICE + number, [], []
     for stack in stacks:
-        negatives, brief = step_negatives(model, stack.state, stack.lesson, draws, key)
+        negatives, brief = draw_step_negatives(model, stack.state, stack.lesson, draws, key)
         state, report = client_update(
             model, to_device(stack.state, at), lesson_to(stack.lesson, at), negatives, rule, brief
         )

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from protofed.backbone.functional import lending
 from protofed.backbone.losses import ElementLoss, window_losses
 from protofed.backbone.sasrec import Embed, SASRec
-from protofed.client.lessons import ClientData, negatives_of
+from protofed.client.lessons import ClientData, draw_negatives_by_event
 from protofed.client.own_rows import SPAN
 from protofed.client.steps import AdamWState, adamw_start, adamw_step
 from protofed.slices.windows import NO_TARGET, Windows, take
@@ -60,14 +60,14 @@ def unflatten(layout: Layout, vectors: Float[Tensor, "*U D"]) -> dict[str, Tenso
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class ClientWeights:
     """What U clients train."""
 
     dense: Float[Tensor, "U D"]
     rows: Float[Tensor, "P d"]  # of the pairs of `PairedWindows`; none where the item table does not train
 
 
-Losses = Callable[[Stack, int], Float[Tensor, " U"]]  # each client's own loss at a step
+Losses = Callable[[ClientWeights, int], Float[Tensor, " U"]]  # each client's own loss at a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def draw_negatives_of_steps(
     windows: Windows, steps: int, n: int, n_items: int, *, seed: int, key: int
 ) -> Int[Tensor, "S W n"]:
     """Negatives for steps key, key + 1, ...; a window's negatives do not depend on the stack it is in."""
-    each = [negatives_of(windows, n, n_items, seed=seed, step=key + step) for step in range(steps)]
+    each = [draw_negatives_by_event(windows, n, n_items, seed=seed, step=key + step) for step in range(steps)]
     return torch.stack(each) if each else torch.zeros(0, len(windows), n, dtype=torch.int64)
 
 
@@ -198,8 +198,12 @@ def stacked_last_hidden(
 
 
 def train_stack(
-    start: Stack, owners: Int[Tensor, " P"], losses: Losses, rule: LocalSteps, anchor: Stack | None = None
-) -> tuple[Stack, Float[Tensor, " U"]]:
+    start: ClientWeights,
+    owners: Int[Tensor, " P"],
+    losses: Losses,
+    rule: LocalSteps,
+    anchor: ClientWeights | None = None,
+) -> tuple[ClientWeights, Float[Tensor, " U"]]:
     """The stack after its local steps, and each client's loss at the last of them, before it was taken.
 
     `owners` says whose rows they are; the anchor of the pull is the start, unless another is given. A client whose loss
@@ -216,47 +220,49 @@ def train_stack(
     return at, loss
 
 
-def gradients(losses: Losses, at: Stack, step: int) -> tuple[Float[Tensor, " U"], Stack]:
+def gradients(losses: Losses, at: ClientWeights, step: int) -> tuple[Float[Tensor, " U"], ClientWeights]:
     """Each client's loss and its gradient; clients do not meet in them."""
     with torch.enable_grad():
-        leaves = Stack(at.dense.detach().requires_grad_(True), at.rows.detach().requires_grad_(True))
+        leaves = ClientWeights(at.dense.detach().requires_grad_(True), at.rows.detach().requires_grad_(True))
         loss = losses(leaves, step)
         slopes = torch.autograd.grad(loss.sum(), (leaves.dense, leaves.rows), allow_unused=True, materialize_grads=True)
-    return loss.detach(), Stack(*slopes)
+    return loss.detach(), ClientWeights(*slopes)
 
 
-def add_pull(slope: Stack, at: Stack, anchor: Stack, pull: float) -> Stack:
+def add_pull(slope: ClientWeights, at: ClientWeights, anchor: ClientWeights, pull: float) -> ClientWeights:
     """The gradient of the loss + pull / 2 * ||at - anchor||^2; untouched, to the bit, where there is no pull."""
     if not pull:
         return slope
-    return Stack(slope.dense + pull * (at.dense - anchor.dense), slope.rows + pull * (at.rows - anchor.rows))
+    return ClientWeights(slope.dense + pull * (at.dense - anchor.dense), slope.rows + pull * (at.rows - anchor.rows))
 
 
-def squared_norms(stack: Stack, owners: Int[Tensor, " P"]) -> Float[Tensor, " U"]:
+def squared_norms(stack: ClientWeights, owners: Int[Tensor, " P"]) -> Float[Tensor, " U"]:
     """Each client's squared length over everything it trains, in float64: no finite float32 overflows there."""
     return stack.dense.double().square().sum(-1).index_add(0, owners, stack.rows.double().square().sum(-1))
 
 
-def clip_slopes(slope: Stack, owners: Int[Tensor, " P"], max_norm: float) -> tuple[Stack, Bool[Tensor, " U"]]:
+def clip_slopes(
+    slope: ClientWeights, owners: Int[Tensor, " P"], max_norm: float
+) -> tuple[ClientWeights, Bool[Tensor, " U"]]:
     """Each client's gradient clipped to `max_norm`, and which clients have a finite one."""
     length = squared_norms(slope, owners).sqrt()
     factor = torch.where(length > max_norm, max_norm / length, 1.0).to(slope.dense.dtype)
-    return Stack(slope.dense * factor[:, None], slope.rows * factor[owners][:, None]), length.isfinite()
+    return ClientWeights(slope.dense * factor[:, None], slope.rows * factor[owners][:, None]), length.isfinite()
 
 
 def _stepped(
-    at: Stack,
-    slope: Stack,
+    at: ClientWeights,
+    slope: ClientWeights,
     moments: tuple[AdamWState, AdamWState],
     rule: LocalSteps,
     active: Bool[Tensor, " U"],
     owners: Int[Tensor, " P"],
-) -> tuple[Stack, tuple[AdamWState, AdamWState]]:
+) -> tuple[ClientWeights, tuple[AdamWState, AdamWState]]:
     """One step of plain gradient descent or of AdamW without decay, which would move rows nobody touched."""
     whose = active[owners]
     if rule.optimiser == "sgd":
         dense = torch.where(active[:, None], at.dense - rule.rate * slope.dense, at.dense)
-        return Stack(dense, torch.where(whose[:, None], at.rows - rule.rate * slope.rows, at.rows)), moments
+        return ClientWeights(dense, torch.where(whose[:, None], at.rows - rule.rate * slope.rows, at.rows)), moments
     after = [
         adamw_step(old[:, None], grad[:, None], state, lr=rule.rate, weight_decay=0.0, active=who)
         for old, grad, state, who in (
@@ -264,25 +270,25 @@ def _stepped(
             (at.rows, slope.rows, moments[1], whose),
         )
     ]
-    return Stack(after[0][0][:, 0], after[1][0][:, 0]), (after[0][1], after[1][1])
+    return ClientWeights(after[0][0][:, 0], after[1][0][:, 0]), (after[0][1], after[1][1])
 
 
 @dataclass(frozen=True, slots=True)
 class Deltas:
     """What U clients upload: how far each of them moved from the broadcast. The rows are those of a table of n_rows."""
 
-    stack: Stack
+    stack: ClientWeights
     clients: Int[Tensor, " P"]
     items: Int[Tensor, " P"]
     n_rows: int
 
 
-def deltas_of(start: Stack, end: Stack, lesson: PairedWindows, n_rows: int) -> Deltas:
+def deltas_of(start: ClientWeights, end: ClientWeights, lesson: PairedWindows, n_rows: int) -> Deltas:
     """How far each client moved; a pair whose row did not train (or lies beyond the table) did not."""
     rows = end.rows - start.rows
     inside = lesson.items[: len(rows)] < n_rows
     clients, items = lesson.clients[: len(rows)][inside], lesson.items[: len(rows)][inside]
-    return Deltas(Stack(end.dense - start.dense, rows[inside]), clients, items, n_rows)
+    return Deltas(ClientWeights(end.dense - start.dense, rows[inside]), clients, items, n_rows)
 
 
 def weighted_sum(deltas: Deltas, weights: Float[Tensor, " U"]) -> tuple[Float[Tensor, " D"], Float[Tensor, "n d"]]:
@@ -301,7 +307,7 @@ def clip_factors(deltas: Deltas, radius: float) -> tuple[Deltas, Float[Tensor, "
     fine = squared_norms(deltas.stack, deltas.clients).isfinite()
     dense = deltas.stack.dense.where(fine[:, None], 0.0)
     rows = deltas.stack.rows.where(fine[deltas.clients][:, None], 0.0)
-    finite = replace(deltas, stack=Stack(dense, rows))
+    finite = replace(deltas, stack=ClientWeights(dense, rows))
     length = squared_norms(finite.stack, deltas.clients).sqrt()
     within = radius * (1 - SLACK)
     return finite, torch.where(length > within, within / length, 1.0)

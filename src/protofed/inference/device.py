@@ -20,9 +20,9 @@ from protofed.client.state import DeviceState, remember
 from protofed.client.update import (
     client_update,
     decay_rates,
+    draw_step_negatives,
     learn_from_feedback,
     route_queries,
-    step_negatives,
 )
 from protofed.errors import DataError
 from protofed.inference.end import end_slice
@@ -96,7 +96,7 @@ def learn(model: Model, device: DeviceState, first: int, draws: Draws, period: i
     """The device after all local steps of a slice whose train part is its own events from number `first` on."""
     state, lesson = begin_slice(model, device, NewEvents(no_memory(1), torch.tensor([first])), draws, period)
     for step in range(model.rule.steps):
-        negatives, brief = step_negatives(model, state, lesson, draws, period * STEPS_PER_SLICE + step)
+        negatives, brief = draw_step_negatives(model, state, lesson, draws, period * STEPS_PER_SLICE + step)
         state, _ = client_update(model, state, lesson, negatives, decay_rates(model.rule, step), brief)
     return end_slice(model, state, (), no_memory(1))
 

@@ -26,7 +26,7 @@ class BackboneState:
     newest_target: int
 
 
-def started(world: World) -> BackboneState:
+def start_from_backbone(world: World) -> BackboneState:
     """The warmed-up backbone as it is, or with what the run's variant attaches."""
     return BackboneState(first_model(world), world.base.index, int(world.base.train_positions[-1]))
 
@@ -114,7 +114,7 @@ class Frozen:
     new_rows: bool = True
 
     def start(self, world: World) -> BackboneState:
-        return started(world)
+        return start_from_backbone(world)
 
     def learn(
         self, world: World, state: BackboneState, slice_: TimeSlice, descend: Descend

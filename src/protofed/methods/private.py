@@ -33,11 +33,11 @@ from protofed.methods.baselines.reloop import ReLoop
 from protofed.methods.baselines.reloop2 import ReLoop2
 from protofed.methods.baselines.sail_piw import SailPIW
 from protofed.methods.baselines.synaptic_intelligence import SynapticIntelligence
-from protofed.methods.catalogue import METHODS, has_modes
+from protofed.methods.catalogue import METHODS, has_modes, private_by_itself
 from protofed.methods.frozen import Frozen
 from protofed.methods.popularity import Popularity
 from protofed.methods.protocol import Diagnostics, Method, Releasing, World
-from protofed.methods.protofed_sp import ProtoFedSP
+from protofed.methods.scoring import refuse_prior
 from protofed.privacy.accountant import check_ahead
 from protofed.privacy.descent import Meter, PrivateDescent
 from protofed.privacy.ledger import Ledger, Release
@@ -179,8 +179,7 @@ def as_asked(method: Method[Any], config: RunConfig) -> Method[Any]:
 
     What a private run cannot promise is refused here, before any work.
     """
-    by_itself = isinstance(method, ProtoFedSP) and config.protofed.mode == "reference"
-    if by_itself or config.privacy.wrap:
+    if private_by_itself(config.method, config.protofed.mode) or config.privacy.wrap:
         check_given_noise(config)
     if not config.privacy.wrap:
         return method
@@ -202,8 +201,4 @@ def check_private_settings(config: RunConfig) -> None:
         raise ConfigError(f"privacy.wrap is for methods other than {config.method}, which is private in --mode {mode}")
     if config.privacy.trust != "central":
         raise ConfigError(f"private steps need privacy.trust = central, got {config.privacy.trust}")
-    if config.scoring.popularity_prior:
-        raise ConfigError(
-            f"scoring.popularity_prior counts raw events and must be 0 in a private run, "
-            f"got {config.scoring.popularity_prior:g}"
-        )
+    refuse_prior(config)

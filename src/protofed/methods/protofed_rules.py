@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 from protofed.client.model import VARIANTS, LocalRule
-from protofed.config import RunConfig, ablated
+from protofed.config import RunConfig, ablations_of
 from protofed.errors import ConfigError
 from protofed.federation.plan import Plan, Stream
+from protofed.methods.scoring import refuse_prior
 from protofed.privacy.upload import RoundRule, UploadRule
 
 PRINTED_STEPS = 3  # 3 epochs of batches larger than a client's slice
@@ -14,7 +15,7 @@ PRINTED_PROTOTYPES = 128
 
 def local_rule(config: RunConfig) -> LocalRule:
     """How clients learn in this mode, less what is ablated."""
-    settings, out = config.protofed, ablated(config.protofed)
+    settings, out = config.protofed, ablations_of(config.protofed)
     rule = LocalRule(
         loss=config.training.loss,
         top_m=settings.top_m,
@@ -51,7 +52,7 @@ def local_rule(config: RunConfig) -> LocalRule:
 
 
 def _without_rows(config: RunConfig) -> bool:
-    return config.protofed.mode == "literal" or bool(ablated(config.protofed) & {"own-rows", "personal"})
+    return config.protofed.mode == "literal" or bool(ablations_of(config.protofed) & {"own-rows", "personal"})
 
 
 def round_rule(config: RunConfig, n_prototypes: int, noise_multiplier: float, n_clients: int) -> RoundRule:
@@ -72,7 +73,7 @@ def round_rule(config: RunConfig, n_prototypes: int, noise_multiplier: float, n_
 
 def may_use(config: RunConfig) -> tuple[bool, ...]:
     """Which of the variants (prompt, own rows) a client may choose from."""
-    out = ablated(config.protofed)
+    out = ablations_of(config.protofed)
     prompt, rows = "prompts" not in out, not _without_rows(config)
     fixed = "acceptance" in out or "personal" in out or config.protofed.mode == "literal"
     if fixed:
@@ -82,11 +83,8 @@ def may_use(config: RunConfig) -> tuple[bool, ...]:
 
 def check_claim(config: RunConfig) -> None:
     """Refuse settings that would share raw events next to noised prototypes."""
-    if config.protofed.mode == "reference" and config.scoring.popularity_prior:
-        raise ConfigError(
-            "scoring.popularity_prior counts raw events and must be 0 in the private mode, "
-            f"got {config.scoring.popularity_prior:g}; use --mode nodp, or leave the prior out"
-        )
+    if config.protofed.mode == "reference":
+        refuse_prior(config, "use --mode nodp, or leave the prior out")
 
 
 def as_run(config: RunConfig) -> RunConfig:
@@ -113,7 +111,7 @@ def streams_asked(config: RunConfig) -> Plan:
 
 def uploads_happen(config: RunConfig) -> bool:
     """Whether there is anything to upload and anybody who takes it."""
-    return not ablated(config.protofed) & {"long", "static-prototypes", "personal", "prompts"}
+    return not ablations_of(config.protofed) & {"long", "static-prototypes", "personal", "prompts"}
 
 
 def may_introduce(config: RunConfig) -> bool:

@@ -4,6 +4,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from protofed.config import RunConfig
+from protofed.errors import ConfigError
 from protofed.methods.popularity import counts_for
 from protofed.slices.histories import Queries, past_counts
 
@@ -13,6 +15,15 @@ SECONDS_PER_DAY = 86_400
 def popularity_prior(counts: Int[Tensor, " n"], n_items: int, weight: float) -> Float[Tensor, " I"]:
     """w * log(1 + train count of the slice)."""
     return weight * torch.log1p(counts_for(counts, n_items))
+
+
+def refuse_prior(config: RunConfig, instead: str = "leave it out, or run without a budget") -> None:
+    """Refuse a popularity prior in a private run: it counts raw events, and no ε could be stated."""
+    if config.scoring.popularity_prior:
+        raise ConfigError(
+            "scoring.popularity_prior counts raw events and must be 0 in a private run, "
+            f"got {config.scoring.popularity_prior:g}; {instead}"
+        )
 
 
 def personal_memory(queries: Queries, *, weight: float, half_life_days: float) -> Float[Tensor, "B I"]:

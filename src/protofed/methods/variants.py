@@ -21,10 +21,10 @@ def is_peft(world: World) -> bool:
 
 def first_model(world: World) -> SASRec:
     """The warmed-up backbone, under `peft` with a prompt that has learned nothing yet."""
-    return prompted(world, world.backbone, "start") if is_peft(world) else world.backbone
+    return attach_prompt(world, world.backbone, "start") if is_peft(world) else world.backbone
 
 
-def prompted(world: World, model: SASRec, *purpose: str | int) -> SASRec:
+def attach_prompt(world: World, model: SASRec, *purpose: str | int) -> SASRec:
     """A copy with a fresh prompt, like those the warm-up met."""
     rng = stream(world.config.seed, "prompt", *purpose)
     return with_prompt(model, world.config.backbone.prompt_length, rng, world.backbone)

@@ -60,7 +60,7 @@ def epsilon(
     if any(release.noise_multiplier == 0 for release in ledger) or (trust == "central" and adversary == "server"):
         return math.inf
     check_priceable(ledger)
-    if amplified(trust, adversary) and any(release.sampling_rate < 1 for release in ledger):
+    if hides_coins(trust, adversary) and any(release.sampling_rate < 1 for release in ledger):
         check_priceable_sampled(ledger)
         price = _pld_epsilon if accountant == "pld" else _rdp_epsilon
         return price(ledger, delta)
@@ -70,7 +70,7 @@ def epsilon(
     return gaussian_epsilon(math.sqrt(sum(uploads / multiplier**2 for multiplier, uploads in seen)), delta)
 
 
-def amplified(trust: Trust, adversary: Adversary) -> bool:
+def hides_coins(trust: Trust, adversary: Adversary) -> bool:
     """Whether this adversary does not learn the coins.
 
     Under local trust no amplification is claimed: an absent client's noise is absent too.
@@ -210,7 +210,7 @@ def guarantees(ledger: Ledger, delta: float) -> list[Guarantee]:
     uploads = sum(release.uploads for release in ledger)
     rows = []
     for (trust, adversary), note in NOTES.items():
-        pld, rdp = sampled if amplified(trust, adversary) else unsampled
+        pld, rdp = sampled if hides_coins(trust, adversary) else unsampled
         if (trust, adversary) == ("central", "server"):
             pld = rdp = math.inf
         rows.append(Guarantee(trust, adversary, adjacency(trust), UNIT, delta, uploads, pld, rdp, note))
@@ -266,7 +266,7 @@ def check_priceable(ledger: Ledger) -> None:
 def check_ahead(ledger: Ledger, *, trust: Trust = "central") -> None:
     """Refuse a ledger whose ε will not be computed, as far as that can be told without dp-accounting."""
     check_priceable(ledger)
-    if amplified(trust, "release") and any(release.sampling_rate < 1 for release in ledger):
+    if hides_coins(trust, "release") and any(release.sampling_rate < 1 for release in ledger):
         check_sampled(ledger)
 
 

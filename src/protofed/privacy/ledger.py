@@ -82,7 +82,7 @@ class Release:
 Ledger = tuple[Release, ...]
 
 
-def recorded(ledger: Ledger, release: Release) -> Ledger:
+def add_release(ledger: Ledger, release: Release) -> Ledger:
     """The ledger with one more release; a run of equal ones without a cap is kept as one entry."""
     last = ledger[-1] if ledger else None
     if last is not None and last.max_uploads is None and replace(last, count=release.count) == release:
@@ -97,7 +97,7 @@ def record_ahead(
 
     A crash between the two then overstates what was spent, never understates it.
     """
-    ledger = recorded(ledger, release)
+    ledger = add_release(ledger, release)
     write_ledger(path, ledger, trust=trust, noise=noise)
     return ledger
 

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from protofed.backbone.extras import Dealt
 from protofed.backbone.functional import lending
 from protofed.backbone.one_window import TABLE, LookUps, OneWindowLoss, reading
-from protofed.backbone.recorded import Inputs, Shape, columns, from_columns, padded
+from protofed.backbone.recorded import Inputs, Shape, columns, from_columns, pad_inputs
 from protofed.slices.histories import PAD
 from protofed.slices.windows import Windows, real_targets
 
@@ -108,7 +108,7 @@ def parts_of(most: int) -> tuple[int, ...]:
     return tuple(sorted({-(-most // 4), -(-most // 2), most}))
 
 
-def rounded_up(n: Int[Tensor, " U"], steps: tuple[int, ...]) -> Int[Tensor, " U"]:
+def round_up_to(n: Int[Tensor, " U"], steps: tuple[int, ...]) -> Int[Tensor, " U"]:
     """The first of the growing steps that is no smaller."""
     table = torch.tensor(steps, device=n.device)
     return table[torch.searchsorted(table, n)]
@@ -125,7 +125,7 @@ def chunks(
     """All users of the batch; each may have `most` windows, tokens and targets. `at_once` gives a chunk's places."""
     laid, steps = laid_out(batch, negatives, most), places_for(most.windows)
     for tokens in parts_of(most.tokens):
-        users, windows = seated(laid, (laid.tokens == tokens).nonzero()[:, 0], steps)
+        users, windows = assign_places(laid, (laid.tokens == tokens).nonzero()[:, 0], steps)
         n = -(-at_once(tokens) // steps[-1]) * steps[-1] if len(users) else 1
         for some in torch.arange(len(users), device=users.device).split(n):
             yield chunk_of(laid, users[some], F.pad(windows[some], (0, n - len(some)), value=len(batch)), tokens)
@@ -133,22 +133,24 @@ def chunks(
 
 def laid_out(batch: Windows, negatives: Int[Tensor, "W n"], most: Shape) -> Laid:
     """The batch, user by user."""
-    inputs = padded(Inputs(batch, negatives), Shape(len(batch) + 1, most.tokens, most.targets))
+    inputs = pad_inputs(Inputs(batch, negatives), Shape(len(batch) + 1, most.tokens, most.targets))
     _, owner, counts = torch.unique(batch.users, return_inverse=True, return_counts=True)
     if len(counts) and int(counts.max()) > most.windows:
         raise ValueError(f"a user may have {most.windows} windows in a private round, got {int(counts.max())}")
     nothing, windows = torch.zeros_like(counts), F.pad(owner.argsort(stable=True), (0, 1), value=len(batch))
     longest = nothing.scatter_reduce(0, owner, (batch.tokens != PAD).sum(-1), "amax")
     targets = nothing.index_add(0, owner, real_targets(batch))
-    return Laid(inputs, windows, counts, rounded_up(longest, parts_of(most.tokens)), targets)
+    return Laid(inputs, windows, counts, round_up_to(longest, parts_of(most.tokens)), targets)
 
 
-def seated(laid: Laid, users: Int[Tensor, " U"], steps: tuple[int, ...]) -> tuple[Int[Tensor, " P"], Int[Tensor, " P"]]:
+def assign_places(
+    laid: Laid, users: Int[Tensor, " U"], steps: tuple[int, ...]
+) -> tuple[Int[Tensor, " P"], Int[Tensor, " P"]]:
     """Each place's user and window; a place that a user does not need has the empty window.
 
     Who needs most places sits first, so that an edge at any multiple of the most places splits nobody.
     """
-    places = rounded_up(laid.counts[users], steps)
+    places = round_up_to(laid.counts[users], steps)
     order = places.argsort(descending=True, stable=True)
     users, places = users[order], places[order]
     rank = torch.repeat_interleave(torch.arange(len(users), device=users.device), places)

@@ -38,7 +38,7 @@ def ablation_part(section: Section) -> Part | Missing:
         members = [one for one in found if one.full.label == full]
         lines.append(_full_line(members[0].full, section))
         for one in sorted(members, key=lambda one: one.row.label):
-            gaps = [paired(one, measure, section.slug) for measure in MEASURES]
+            gaps = [pair_with_full(one, measure, section.slug) for measure in MEASURES]
             lines.append(_line(one, gaps, section))
             tidy += _tidy(one, gaps)
     header = ["method", "minus", "seeds", "measure", "mean", "low95", "high95", "p_value"]
@@ -52,7 +52,7 @@ def ablation_part(section: Section) -> Part | Missing:
     return Part(name, TITLE, note, (table,))
 
 
-def paired(one: Ablation, measure: Measure, slug: str) -> Difference | None:
+def pair_with_full(one: Ablation, measure: Measure, slug: str) -> Difference | None:
     """The row minus its full one over the same users; None where their queries are unknown or differ."""
     candidates, subset, metric = measure
     runs = {name: _of(row, one.seeds) for name, row in (("row", one.row), ("full", one.full))}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from protofed.methods.names import OURS
-from protofed.report.journal import told_mean
+from protofed.report.journal import mean_told
 from protofed.report.layout import MISSING, Cell, Column, Line, Missing, Part, Table, number, to_csv
 from protofed.report.runs import Run
 from protofed.report.sections import Row, Section
@@ -61,7 +61,7 @@ class Cost:
 
 def cost_of(row: Row) -> Cost:
     """What the runs of a row told about their costs."""
-    up, down, shared, own = (_mean([told_mean(run.journal, name) for run in row.runs]) for name in TOLD)
+    up, down, shared, own = (_mean([mean_told(run.journal, name) for run in row.runs]) for name in TOLD)
     learn = _mean([run.seconds.get("learn", math.nan) for run in row.runs])
     slices = max(run.n_slices for run in row.runs)
     return Cost(up, down, shared, own, learn, learn / 60 / slices if slices else math.nan, _hardware(row.runs))
@@ -106,7 +106,7 @@ def efficiency(section: Section) -> Part | Missing:
 def device_memory(section: Section) -> Part | Missing:
     """What a client has to hold between slices, computed from shapes, for the rows that tell it."""
     told = {
-        row.label: [_mean([told_mean(run.journal, name) for run in row.runs]) for name in HELD] for row in section.rows
+        row.label: [_mean([mean_told(run.journal, name) for run in row.runs]) for name in HELD] for row in section.rows
     }
     known = {label: values for label, values in told.items() if np.isfinite(values).any()}
     if not known:

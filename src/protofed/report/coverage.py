@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from protofed.config import as_today, from_values, to_toml
+from protofed.config import as_today, flatten, from_values, to_toml
 from protofed.errors import ConfigError, ProtoFedError
 from protofed.experiments.grid import Cell
 from protofed.report.layout import Cell as Shown
@@ -96,16 +96,9 @@ def _standing(grid: Sequence[Cell], done: Iterable[str], started: Iterable[str])
 def _same_words(config: Mapping[str, Any]) -> str | None:
     """The text of a config that was already read; None where it is no run's."""
     try:
-        return to_toml(from_values(_flat(config)))
+        return to_toml(from_values(flatten(config)))
     except ConfigError:
         return None
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def _shown(share: Share | None) -> Shown:

@@ -89,7 +89,7 @@ def differences(results: Results) -> Sheet | None:
 
 def privacy(results: Results) -> Sheet | None:
     """What ε is computed from, and ε, a line for each stream of each private row; None where nothing was released."""
-    found = priced(results)
+    found = price_rows(results)
     if not found:
         return None
     rows = [
@@ -119,7 +119,7 @@ def costs(results: Results) -> Sheet | None:
     )
 
 
-def priced(results: Results) -> tuple[Priced, ...]:
+def price_rows(results: Results) -> tuple[Priced, ...]:
     """The rows that released something; seeds with different ledgers apart."""
     found: list[Priced] = []
     for row in results.section.rows:
@@ -206,7 +206,7 @@ def _records(results: Results) -> Iterator[dict[str, object]]:
             if math.isfinite(getattr(cost, name)):
                 text = cost.hardware if name == "learn" else ""
                 yield {**about, "table": "cost", "quantity": name, "mean": getattr(cost, name), "text": text}
-    for released in priced(results):
+    for released in price_rows(results):
         about = {"dataset": results.section.title, "method": released.row.label}
         about |= {"seeds": " ".join(map(str, released.seeds)), "table": "privacy"}
         for release in released.ledger:

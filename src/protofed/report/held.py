@@ -24,7 +24,7 @@ class Held:
     unfinished: tuple[int, ...]
 
 
-def held(runs: Sequence[Run], unfinished: Sequence[Unfinished]) -> tuple[Held, ...]:
+def list_cells(runs: Sequence[Run], unfinished: Sequence[Unfinished]) -> tuple[Held, ...]:
     """Every cell with a run; a seed that is finished in one folder and not in another is finished."""
     cells, known = [], [run for run in unfinished if _is_run(run.config)]
     everything: list[Run | Unfinished] = [*runs, *known]

@@ -47,7 +47,7 @@ def read_warm_up(path: Path, most_epochs: int) -> WarmUp | None:
     return None
 
 
-def told_mean(journal: Sequence[Record], name: str) -> float:
+def mean_told(journal: Sequence[Record], name: str) -> float:
     """The mean of a number over the slices that tell it; NaN where none does."""
     values = [float(record[name]) for record in journal if _number(record.get(name))]
     return float(np.mean(values)) if values else math.nan

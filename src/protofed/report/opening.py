@@ -36,7 +36,7 @@ def overview(results: Sequence[Results]) -> Table:
         for found in results
         for measure, words in measures
     ]
-    by_label = {row.label: row for found in results for row in compared(found)}
+    by_label = {row.label: row for found in results for row in rows_to_compare(found)}
     rows = [
         (label, row.is_trivial, [_estimate(found, label, key_of(m)) for found in results for m, _ in measures])
         for label, row in by_label.items()
@@ -48,7 +48,7 @@ def overview(results: Sequence[Results]) -> Table:
 def forest(found: Results) -> Drawing:
     """NDCG@10 of the leading rows with their intervals over users."""
     name = f"{found.section.slug}-forest"
-    rows = sorted(compared(found), key=lambda row: (-known(found, row), row.label))
+    rows = sorted(rows_to_compare(found), key=lambda row: (-known_mean(found, row), row.label))
     ours = [row for row in rows if row.is_ours or row.is_trivial]
     shown = [row for row in rows if row in ours or row in rows[: max(0, MOST_DOTS - len(ours))]][:MOST_DOTS]
     dots, tidy = [], []
@@ -64,38 +64,38 @@ def forest(found: Results) -> Drawing:
     return Drawing(name, caption, svg, to_csv(["method", "mean", "low95", "high95"], tidy))
 
 
-def compared(found: Results) -> list[Row]:
+def rows_to_compare(found: Results) -> list[Row]:
     """The rows of the overall comparison: ablations and sweeps have tables of their own."""
     aside = side_rows(found.section)
     return [row for row in found.section.rows if row.label not in aside]
 
 
-def left_out(results: Sequence[Results]) -> int:
-    return sum(len(found.section.rows) - len(compared(found)) for found in results)
+def count_left_out(results: Sequence[Results]) -> int:
+    return sum(len(found.section.rows) - len(rows_to_compare(found)) for found in results)
 
 
 def best_private(found: Results) -> str:
     """The best row that carries a claim, with it, and among how many."""
     prices = found.prices
     promised = [label for label, price in prices.items() if not math.isinf(price.released)]
-    rows = [row for row in compared(found) if row.label in promised and math.isfinite(known(found, row))]
+    rows = [row for row in rows_to_compare(found) if row.label in promised and math.isfinite(known_mean(found, row))]
     if not rows:
         return "none released anything under a ledger, so no row carries a privacy claim"
-    best = max(rows, key=lambda row: known(found, row))
+    best = max(rows, key=lambda row: known_mean(found, row))
     among = f"of {len(rows)}" if len(rows) > 1 else "the only one"
-    return f"{best.label} with NDCG@10 {number(known(found, best))} ({prices[best.label].words}), {among}"
+    return f"{best.label} with NDCG@10 {number(known_mean(found, best))} ({prices[best.label].words}), {among}"
 
 
 def _best(found: Results) -> str:
-    rows = [row for row in compared(found) if math.isfinite(known(found, row))]
+    rows = [row for row in rows_to_compare(found) if math.isfinite(known_mean(found, row))]
     if not rows:
         return "no row ranked sampled candidates"
-    best = max(rows, key=lambda row: known(found, row))
-    trivial = max((row for row in rows if row.is_trivial), key=lambda row: known(found, row), default=None)
+    best = max(rows, key=lambda row: known_mean(found, row))
+    trivial = max((row for row in rows if row.is_trivial), key=lambda row: known_mean(found, row), default=None)
     if best.is_trivial:
-        return f"{best.label}, a trivial row, with NDCG@10 {number(known(found, best))}"
-    bar = f" (best trivial row: {trivial.label}, {number(known(found, trivial))})" if trivial else ""
-    return f"{best.label} with NDCG@10 {number(known(found, best))}{bar}"
+        return f"{best.label}, a trivial row, with NDCG@10 {number(known_mean(found, best))}"
+    bar = f" (best trivial row: {trivial.label}, {number(known_mean(found, trivial))})" if trivial else ""
+    return f"{best.label} with NDCG@10 {number(known_mean(found, best))}{bar}"
 
 
 def _significant(found: Results) -> str:
@@ -112,14 +112,14 @@ def _significant(found: Results) -> str:
 def rivals_of_the_best(found: Results) -> dict[str, bool]:
     """Every other row of the overall comparison, and whether its distance to the best may be chance over users."""
     intervals = found.intervals[MAIN[0], MAIN[1]]
-    labels = [row.label for row in compared(found)]
+    labels = [row.label for row in rows_to_compare(found)]
     if intervals.best not in labels:
         return {}
     rivals = [label for label in labels if label in intervals.behind and label != intervals.best]
     return {label: intervals.behind[label].high >= 0 for label in rivals}
 
 
-def known(found: Results, row: Row) -> float:
+def known_mean(found: Results, row: Row) -> float:
     """The row's mean NDCG@10, the lowest there is where it has none."""
     mean = found.estimates[row.label][KEY].mean
     return mean if math.isfinite(mean) else -math.inf

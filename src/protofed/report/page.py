@@ -21,7 +21,7 @@ from protofed.report.costs import device_memory, efficiency, equal_bytes
 from protofed.report.coverage import Coverage, coverage, coverage_table
 from protofed.report.disparity import fairness
 from protofed.report.figures import Curve, heat_map, line_plot
-from protofed.report.held import Held, held, held_table
+from protofed.report.held import Held, held_table, list_cells
 from protofed.report.layout import Drawing, Missing, Part, Table, data_uri, number, sort_value, to_csv
 from protofed.report.overall import equal_epsilon, headline_with_costs
 from protofed.report.plasticity import adaptation, frontier_part
@@ -78,7 +78,7 @@ def build(runs_folder: Path, wanted: Sequence[GridCell] = ()) -> tuple[str, dict
     results = [compute(section) for section in group(runs)]
     warned = cautions(results, unfinished)
     chapters = [_chapter(found) for found in results]
-    filled = Filled(held(runs, unfinished), coverage(wanted, runs, unfinished) if wanted else None)
+    filled = Filled(list_cells(runs, unfinished), coverage(wanted, runs, unfinished) if wanted else None)
     return render(chapters, warned, unfinished, filled), summary(results, warned, unfinished)
 
 
@@ -134,7 +134,7 @@ def render(chapters: Sequence[Chapter], warned: Sequence[str], unfinished: Seque
         verdicts=verdicts(results) if len(results) > 1 else None,
         overview=opening.overview(results),
         forests=[opening.forest(found) for found in results],
-        left_out=opening.left_out(results),
+        left_out=opening.count_left_out(results),
         prices=privacy_table(prices),
         unpriced=UNPRICED if not all(price.known for _, _, price in prices) else "",
         warnings=warned,

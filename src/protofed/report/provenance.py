@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from protofed.config import flatten
 from protofed.privacy.ledger import SHARE, claim
 from protofed.report.runs import Run
 from protofed.report.sections import Row, Section
@@ -56,7 +57,8 @@ def releases(sections: Sequence[Section]) -> tuple[Released, ...]:
 def environments(sections: Sequence[Section]) -> tuple[tuple[str, str], ...]:
     """Each fact of the environments and its values; where runs differ, how many have each."""
     runs = [run for _, _, run in _all(sections)]
-    facts = [_flat({key: value for key, value in run.environment.items() if key != "command"}) for run in runs]
+    told = [flatten({key: value for key, value in run.environment.items() if key != "command"}) for run in runs]
+    facts = [{key: _text(value) for key, value in fact.items() if value != {}} for fact in told]
     keys = sorted({key for fact in facts for key in fact})
     return tuple((key, _values([fact[key] for fact in facts if key in fact], len(runs))) for key in keys)
 
@@ -104,13 +106,6 @@ def _values(values: Sequence[str], n_runs: int) -> str:
     if len(counts) == 1 and len(values) == n_runs:
         return values[0]
     return "; ".join(f"{value} ({n} {'run' if n == 1 else 'runs'})" for value, n in sorted(counts.items()))
-
-
-def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": _text(value)}
-    return flat
 
 
 def _text(value: object) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from protofed.config import RunConfig
+from protofed.config import RunConfig, flatten
 from protofed.methods.catalogue import METHODS, has_modes
 from protofed.methods.labels import method_label
 from protofed.methods.names import OURS
@@ -166,14 +166,9 @@ def _by(runs: Iterable[AnyRun], key: Callable[[AnyRun], str]) -> list[list[AnyRu
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested tables by dotted names."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value if isinstance(value, str | int | float | bool | None) else str(value)
-    return found
+    """The values of nested tables by dotted names, what is no single value as text; empty tables are left out."""
+    found = {key: value for key, value in flatten(table, prefix).items() if value != {}}
+    return {key: value if isinstance(value, str | int | float | None) else str(value) for key, value in found.items()}
 
 
 DEFAULTS = flat(asdict(RunConfig()))

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from protofed.report.layout import Cell, Column, Line, Table, number, some, to_csv
-from protofed.report.opening import best_private, compared, known, rivals_of_the_best
+from protofed.report.opening import best_private, known_mean, rivals_of_the_best, rows_to_compare
 from protofed.report.tables import Results
 
 NONE = "none"
@@ -34,9 +34,9 @@ def verdicts(results: Sequence[Results]) -> Table:
 
 def verdict(found: Results) -> tuple[str, ...]:
     """The words of a data set's line, one for each column."""
-    rows = sorted(compared(found), key=lambda row: (-known(found, row), row.label))
-    rows = [row for row in rows if math.isfinite(known(found, row))]
-    values = {row.label: known(found, row) for row in rows}
+    rows = sorted(rows_to_compare(found), key=lambda row: (-known_mean(found, row), row.label))
+    rows = [row for row in rows if math.isfinite(known_mean(found, row))]
+    values = {row.label: known_mean(found, row) for row in rows}
     trivial = [row.label for row in rows if row.is_trivial]
     ours = [row.label for row in rows if row.is_ours]
     return (

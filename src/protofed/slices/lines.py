@@ -74,7 +74,7 @@ def moved(lines: Lines, device: torch.device | str) -> Lines:
     return Lines(*(column.to(device, non_blocking=True) for column in columns_of(lines)))
 
 
-def sent_together(parts: list[Lines], device: torch.device) -> list[Lines]:
+def send_together(parts: list[Lines], device: torch.device) -> list[Lines]:
     """All of them on the device, as views of tensors that were sent at once."""
     by_column = list(zip(*map(columns_of, parts), strict=True))
     sent = [torch.cat(pieces).to(device).split([len(piece) for piece in pieces]) for pieces in by_column]

@@ -118,7 +118,7 @@ def concatenate(parts: list[Windows]) -> Windows:
     )
 
 
-def picked(windows: Windows, index: Tensor | slice) -> Windows:
+def pick_windows(windows: Windows, index: Tensor | slice) -> Windows:
     """Some of the windows, as wide as they are: nothing waits for the device."""
     columns = (windows.users, windows.tokens, windows.sources, windows.targets, windows.newest)
     return Windows(*(column[index] for column in columns))
@@ -126,7 +126,7 @@ def picked(windows: Windows, index: Tensor | slice) -> Windows:
 
 def take(windows: Windows, index: Tensor) -> Windows:
     """Some of the windows, targets trimmed to the widest left."""
-    some = picked(windows, index)
+    some = pick_windows(windows, index)
     used = (
         (some.targets != NO_TARGET).any(0).nonzero()
     )  # a target that waited leaves its column empty, so never count them

@@ -10,7 +10,7 @@ from worlds import LENGTH, random_model, tiny_config, tiny_stream, warmed_up
 from protofed.backbone import training
 from protofed.backbone.extras import Extra, Notes
 from protofed.backbone.losses import LOSSES, draw_negatives, window_losses
-from protofed.backbone.recorded import Inputs, RecordedSteps, Shape, columns, from_columns, padded, padded_windows
+from protofed.backbone.recorded import Inputs, RecordedSteps, Shape, columns, from_columns, pad_inputs, pad_windows
 from protofed.backbone.training import PlainDescent, Task, train
 from protofed.methods.baselines.buffer import replay
 from protofed.methods.baselines.ccd import CCD
@@ -33,7 +33,7 @@ def some_inputs(n: int = 11, prompt: torch.Tensor | None = None) -> Inputs:
 
 def test_what_was_added_has_no_target_and_what_was_there_keeps_its_place():
     given = some_inputs()
-    full = padded(given, SHAPE)
+    full = pad_inputs(given, SHAPE)
     assert (full.batch.tokens.shape, full.batch.targets.shape) == ((16, LENGTH), (16, 8))
     assert real_targets(full.batch).tolist() == [*real_targets(given.batch).tolist(), 0, 0, 0, 0, 0]
     for w in range(11):
@@ -52,7 +52,7 @@ def test_a_padded_batch_has_the_losses_and_gradients_of_the_batch(loss, prompted
     model = random_model(SLICE.n_train_items, history_length=LENGTH).requires_grad_(True)
     prompt = torch.randn(11, 3, model.config.width, generator=stream(0, "prompt")) if prompted else None
     gradients = []
-    for inputs in (some_inputs(prompt=prompt), padded(some_inputs(prompt=prompt), SHAPE)):
+    for inputs in (some_inputs(prompt=prompt), pad_inputs(some_inputs(prompt=prompt), SHAPE)):
         sums, counts = window_losses(model, inputs.batch, inputs.negatives, LOSSES[loss], inputs.prompt)
         assert torch.equal(counts, real_targets(inputs.batch))
         gradients.append((sums[:11], torch.autograd.grad(sums.sum() / counts.sum(), list(model.parameters()))))
@@ -67,7 +67,7 @@ def test_windows_laid_out_at_once_are_the_batches_in_the_given_shape():
     size, cpu = 16, torch.device("cpu")
     steps = RecordedSteps(lambda inputs: None, SHAPE, cpu)
     laid = list(steps.laid(windows, size, stream(0, "order")))
-    one_by_one = [padded_windows(trimmed(b), SHAPE) for b in batches(windows, size, stream(0, "order"))]
+    one_by_one = [pad_windows(trimmed(b), SHAPE) for b in batches(windows, size, stream(0, "order"))]
     assert len(windows) % size
     assert len(laid) == len(one_by_one) > 2
     for here, there in zip(laid, one_by_one, strict=True):
@@ -94,7 +94,7 @@ def extras() -> dict[str, Extra]:
 def test_windows_that_were_added_get_no_extra_loss_and_stay_out_of_the_notes(name):
     extra = extras()[name]
     model = random_model(SLICE.n_train_items, width=16, layers=1, history_length=LENGTH).requires_grad_(True)
-    full = padded(some_inputs(), SHAPE)
+    full = pad_inputs(some_inputs(), SHAPE)
     added = extra(model, full.batch)
     assert added[:11].abs().min() > 0
     assert added[11:].tolist() == [0.0] * 5
@@ -113,7 +113,7 @@ def test_a_whole_training_in_padded_steps_ends_where_one_in_trimmed_steps_does(m
     def in_padded_steps(*about):
         step = plain(*about)
         shape = Shape(config.batch_size, LENGTH, config.stride)
-        return lambda inputs: step(padded(inputs, shape))
+        return lambda inputs: step(pad_inputs(inputs, shape))
 
     monkeypatch.setattr(training, "step_of", in_padded_steps)
     ends.append(train(first, task, config, seed=0, descend=PlainDescent())[0])

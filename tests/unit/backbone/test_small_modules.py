@@ -19,11 +19,11 @@ from protofed.backbone.small_modules import (
     Change,
     LoRALinear,
     Prompt,
-    folded,
+    fold_prefix,
     modules_and_rows,
     prefix_like,
     prefix_of,
-    reparametrised,
+    reparametrise,
     small_parameters,
     small_weights,
     some_inputs,
@@ -249,13 +249,13 @@ def test_an_adapter_adds_what_its_bottleneck_says():
 
 def test_a_prefix_starts_its_training_where_it_was_and_keeps_every_bit_when_the_network_goes():
     model = attached("prefix")
-    network = reparametrised(model, 5, rng())
+    network = reparametrise(model, 5, rng())
     assert torch.equal(network.hidden(HISTORIES), model.hidden(HISTORIES))
     assert all(name.startswith("prefix.change.") for name in small_parameters(network))
     with torch.no_grad():
         for parameter in small_parameters(network).values():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=rng(7)))
-    after = folded(network)
+    after = fold_prefix(network)
     assert not torch.equal(network.hidden(HISTORIES), model.hidden(HISTORIES))
     assert torch.equal(after.hidden(HISTORIES), network.hidden(HISTORIES))
     assert set(small_parameters(after)) == {"prefix.pairs"}

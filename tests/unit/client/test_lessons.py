@@ -16,8 +16,8 @@ from protofed.client.lessons import (
     chunks,
     client_data,
     draw_negatives,
+    draw_negatives_by_event,
     lesson_to,
-    negatives_of,
     own_windows,
     session_starts,
     stack_size,
@@ -161,7 +161,7 @@ def test_the_negatives_of_a_window_belong_to_its_newest_target_bit_for_bit_whate
     for size in (1, 7, len(data)):
         found = {}
         for _, windows in chunks(data, size, CPU):
-            negatives = negatives_of(windows, 9, 57, seed=5, step=300_002)
+            negatives = draw_negatives_by_event(windows, 9, 57, seed=5, step=300_002)
             found |= dict(zip(windows.newest.tolist(), negatives.tolist(), strict=True))
         assert found == expected
     assert len(expected) == len(data.windows)
@@ -169,14 +169,16 @@ def test_the_negatives_of_a_window_belong_to_its_newest_target_bit_for_bit_whate
 
 def test_other_steps_and_seeds_draw_other_negatives():
     windows = the_data(a_log(0), np.arange(200)).windows
-    draws = [negatives_of(windows, 20, 1000, seed=seed, step=step) for seed, step in ((0, 0), (0, 1), (1, 0))]
+    draws = [
+        draw_negatives_by_event(windows, 20, 1000, seed=seed, step=step) for seed, step in ((0, 0), (0, 1), (1, 0))
+    ]
     for a, b in ((0, 1), (0, 2), (1, 2)):
         assert float((draws[a] == draws[b]).float().mean()) < 0.01
 
 
 def test_negatives_are_uniform_over_the_available_items():
     windows = the_data(a_log(0), np.arange(200)).windows
-    drawn = torch.cat([negatives_of(windows, 60, 61, seed=0, step=step).flatten() for step in range(20)])
+    drawn = torch.cat([draw_negatives_by_event(windows, 60, 61, seed=0, step=step).flatten() for step in range(20)])
     counts = Counter(drawn.tolist())
     expected = len(drawn) / 61
     chi_squared = sum((counts[item] - expected) ** 2 / expected for item in range(61))
@@ -187,7 +189,7 @@ def test_negatives_are_uniform_over_the_available_items():
 def test_where_all_items_are_asked_for_each_comes_once():
     windows = the_data(a_log(0), np.arange(200)).windows
     for n in (12, 50):
-        negatives = negatives_of(windows, n, 12, seed=0, step=0)
+        negatives = draw_negatives_by_event(windows, n, 12, seed=0, step=0)
         assert negatives.tolist() == [list(range(12))] * len(windows)
 
 

@@ -17,10 +17,10 @@ from protofed.client.memory import (
     events_between,
     events_until,
     gather_places,
-    learned_places,
     new_events,
     no_memory,
     offsets_of,
+    places_since,
     replace_events,
     select_events,
 )
@@ -110,7 +110,7 @@ def test_replaced_events_are_those_of_the_part_and_everybody_elses_stay(diaries,
 def test_places_learned_from_are_those_of_the_users_events_from_its_first_on(diaries, data):
     first = [data.draw(st.integers(0, len(diary) + 2)) for diary in diaries]
     memory = memory_of(diaries)
-    places = learned_places(memory, whole(first)).tolist()
+    places = places_since(memory, whole(first)).tolist()
     expected = [(u, n) for u, diary in enumerate(diaries) for n in range(first[u], len(diary))]
     assert places == [int(memory.offsets[u]) + n for u, n in expected]
 
@@ -142,7 +142,7 @@ def test_new_events_are_those_between_what_is_known_and_the_end_learned_from_the
     assert diaries_of(found.memory) == [own_events(events, u, end)[k:] for u, k in zip(users, known, strict=True)]
     remembered = [own_events(events, u)[:k] for u, k in zip(users, known, strict=True)]
     memory = append_events(memory_of(remembered), found.memory)
-    learned = learned_places(memory, found.first)
+    learned = places_since(memory, found.first)
     expected = [event for u in users for event in own_events(events, u, end)[len(own_events(events, u, start)) :]]
     assert list(zip(memory.items[learned].tolist(), memory.times[learned].tolist(), strict=True)) == expected
 
@@ -175,7 +175,7 @@ def test_windows_from_memories_are_the_windows_from_the_log(seed, length, stride
     some = new_events(log, chosen, torch.zeros_like(chosen), start, end)
     cuts = CutsByKey(SeededDraws(1), "cuts", keys[chosen], 0)
     past = as_histories(some.memory, row_order=row_order)
-    own = own_windows(past, learned_places(some.memory, some.first), cuts, length=length, stride=stride)
+    own = own_windows(past, places_since(some.memory, some.first), cuts, length=length, stride=stride)
     assert torch.equal(chosen[own.users], by_log.users)
     assert len(own) > 10
     for name in ("tokens", "sources", "targets"):

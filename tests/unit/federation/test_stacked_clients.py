@@ -19,10 +19,10 @@ from protofed.backbone.sasrec import SASRec, at_rest
 from protofed.client.lessons import ClientData, chunks, client_data
 from protofed.federation.stacked import (
     PROMPT,
+    ClientWeights,
     Deltas,
     Layout,
     LocalSteps,
-    Stack,
     add_pull,
     clipped_sum,
     deltas_of,
@@ -94,11 +94,11 @@ def learned_together(
     trains = model.has_row[lesson.items][:, None] & rows
     fixed = model.embed(lesson.items)
 
-    def losses(at: Stack, step: int) -> Tensor:
+    def losses(at: ClientWeights, step: int) -> Tensor:
         table = torch.where(trains, at.rows, fixed)
         return stacked_losses(model, layout, at.dense, lesson.windows, lesson.negatives[step], LOSSES["softmax"], table)
 
-    start = Stack(flatten(weights_of(model), layout).repeat(n, 1), fixed)
+    start = ClientWeights(flatten(weights_of(model), layout).repeat(n, 1), fixed)
     end, _ = train_stack(start, lesson.clients, losses, rule)
     table = model.items.expand(n, -1, -1).clone()
     table[lesson.clients[trains[:, 0]], lesson.items[trains[:, 0]]] = end.rows[trains[:, 0]]
@@ -246,13 +246,13 @@ def test_targets_are_counted_for_each_client():
 CENTRES = torch.tensor([[1.0, 0.0], [0.0, 3.0]])
 
 
-def quadratic(at: Stack, step: int) -> Tensor:
+def quadratic(at: ClientWeights, step: int) -> Tensor:
     """Two clients with two parameters each: half the squared distance to a centre of their own."""
     return (at.dense - CENTRES).square().sum(-1) / 2
 
 
-def two_clients(x: list[list[float]]) -> Stack:
-    return Stack(torch.tensor(x), torch.zeros(0, 1))
+def two_clients(x: list[list[float]]) -> ClientWeights:
+    return ClientWeights(torch.tensor(x), torch.zeros(0, 1))
 
 
 def test_a_round_of_averaging_by_hand():
@@ -261,7 +261,7 @@ def test_a_round_of_averaging_by_hand():
     # each step halves the distance: (2, 1) -> (1.25, 0.25) for centre (1, 0), -> (0.5, 2.5) for centre (0, 3)
     assert torch.equal(end.dense, torch.tensor([[1.25, 0.25], [0.5, 2.5]]))
     assert loss.tolist() == [(0.5**2 + 0.5**2) / 2, (1 + 1) / 2]
-    deltas = Deltas(Stack(end.dense - start.dense, start.rows), NOBODY, NOBODY, 0)
+    deltas = Deltas(ClientWeights(end.dense - start.dense, start.rows), NOBODY, NOBODY, 0)
     total, _ = weighted_sum(deltas, torch.tensor([3.0, 1.0]))
     assert (start.dense[0] + total / 4).tolist() == [(3 * 1.25 + 0.5) / 4, (3 * 0.25 + 2.5) / 4]
 
@@ -290,7 +290,7 @@ def test_the_pull_is_to_the_anchor_and_not_to_where_the_client_starts():
 def test_a_client_whose_loss_is_not_finite_stays_and_harms_nobody():
     start = two_clients([[2.0, 1.0], [2.0, 1.0]])
 
-    def losses(at: Stack, step: int) -> Tensor:
+    def losses(at: ClientWeights, step: int) -> Tensor:
         return quadratic(at, step) * torch.tensor([math.nan, 1.0])
 
     for optimiser in ("sgd", "adamw"):
@@ -330,14 +330,16 @@ def uploads(n: int, seed: int, scale: float) -> Deltas:
     items = torch.cat([torch.randperm(6, generator=rng)[:3].sort().values for _ in range(n)])
     sizes = scale * torch.rand(n, generator=rng) ** 4
     dense = torch.randn(n, 5, generator=rng) * sizes[:, None]
-    return Deltas(Stack(dense, torch.randn(3 * n, 2, generator=rng) * sizes[clients][:, None]), clients, items, 6)
+    return Deltas(
+        ClientWeights(dense, torch.randn(3 * n, 2, generator=rng) * sizes[clients][:, None]), clients, items, 6
+    )
 
 
 def without(deltas: Deltas, u: int) -> Deltas:
     stays = deltas.clients != u
     kept = torch.arange(len(deltas.stack.dense)) != u
     clients = deltas.clients[stays]
-    stack = Stack(deltas.stack.dense[kept], deltas.stack.rows[stays])
+    stack = ClientWeights(deltas.stack.dense[kept], deltas.stack.rows[stays])
     return replace(deltas, stack=stack, clients=clients - (clients > u).long(), items=deltas.items[stays])
 
 
@@ -368,7 +370,7 @@ def test_an_upload_that_is_not_finite_counts_as_none(poison):
 
 
 def test_rows_are_summed_at_their_items_places():
-    stack = Stack(torch.zeros(2, 0), torch.tensor([[1.0, 0.0], [2.0, 2.0], [5.0, 0.0]]))
+    stack = ClientWeights(torch.zeros(2, 0), torch.tensor([[1.0, 0.0], [2.0, 2.0], [5.0, 0.0]]))
     deltas = Deltas(stack, torch.tensor([0, 0, 1]), torch.tensor([1, 3, 3]), 4)
     _, rows = weighted_sum(deltas, torch.tensor([10.0, 1.0]))
     assert rows.tolist() == [[0, 0], [10, 0], [0, 0], [25, 20]]
@@ -377,7 +379,7 @@ def test_rows_are_summed_at_their_items_places():
 def test_what_did_not_train_is_no_movement():
     windows = stack_of(3)
     lesson = pair_items(windows, draw_negatives_of_steps(windows, 1, 4, N_ITEMS, seed=1, key=0), 3)
-    start = Stack(torch.zeros(3, 2), torch.ones(len(lesson.items), WIDTH))
+    start = ClientWeights(torch.zeros(3, 2), torch.ones(len(lesson.items), WIDTH))
     deltas = deltas_of(start, replace(start, dense=start.dense + 1), lesson, N_ITEMS)
     assert deltas.stack.dense.eq(1).all()
     assert not weighted_sum(deltas, torch.ones(3))[1].any()

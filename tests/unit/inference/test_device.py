@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from worlds import random_model
 
+from protofed.client import update
 from protofed.client.begin import begin_slice
 from protofed.client.codec import QueryEncoder, random_linear_codec, unit
 from protofed.client.drift import DriftState, Gate
@@ -68,6 +69,15 @@ def test_a_recommendation_is_the_frozen_backbone_with_the_composed_prompt_by_han
     assert torch.allclose(ranking.scores, scores[ranking.items], atol=1e-5)
     assert torch.equal(ranking.scores, ranking.scores.sort(descending=True).values)
     assert sorted(ranking.items.tolist()) == list(range(N_ITEMS))
+
+
+def test_a_recommendation_routes_its_query_once(monkeypatch):
+    model, routed = a_model(), []
+    device = after(model, [(1, 0), (4, 60)])
+    route = update.route
+    monkeypatch.setattr(update, "route", lambda h, *rest, **more: routed.append(h) or route(h, *rest, **more))
+    recommend(model, device)
+    assert [tuple(h.shape) for h in routed] == [(1, 5)]
 
 
 def test_asking_changes_nothing_and_candidates_only_leave_items_out():

@@ -31,17 +31,17 @@ from protofed.methods.baselines.ccd import (
     Chosen,
     Clock,
     Source,
-    averaged,
-    averaged_modules,
+    average_modules,
+    average_weights,
     candidate_pool,
-    counted_above,
-    drawn_by_rank,
+    count_above,
+    draw_by_rank,
     item_scores,
-    merged,
-    ordered,
+    merge_chosen,
     pool_scores,
     relaxed_ranking_loss,
     soft_loss,
+    sort_scores,
     student_config,
     unusable,
 )
@@ -93,20 +93,20 @@ def test_a_proxy_moves_by_its_share_and_copies_rows_it_lacks():
     proxy, student = random_model(3), random_model(5, seed=1)
     student.has_row[4] = False
     student.refresh_mean_row()
-    found = averaged(proxy, student, 0.9)
+    found = average_weights(proxy, student, 0.9)
     assert torch.allclose(found.items[:3], 0.9 * proxy.items + 0.1 * student.items[:3])
     assert torch.equal(found.items[3], student.items[3])
     assert torch.allclose(found.positions, 0.9 * proxy.positions + 0.1 * student.positions)
     assert found.has_row.tolist() == [True, True, True, True, False]
     assert torch.allclose(found.mean_row, found.items[:4].mean(0))
-    assert same(averaged(student, student, 0.0), student.requires_grad_(False))
+    assert same(average_weights(student, student, 0.0), student.requires_grad_(False))
     assert not found.items.requires_grad
 
 
 def test_an_item_chosen_twice_counts_once_with_its_largest_label():
     one = Chosen(torch.tensor([[4, 7]]), torch.tensor([[0.2, 0.9]]), torch.tensor([[True, True]]))
     two = Chosen(torch.tensor([[4, 7]]), torch.tensor([[0.6, 0.99]]), torch.tensor([[True, False]]))
-    found = merged([one, two])
+    found = merge_chosen([one, two])
     assert found.items.tolist() == [[4, 7, 4, 7]]
     assert found.valid.tolist() == [[True, True, False, False]]
     assert found.labels[0, :2].tolist() == pytest.approx([0.6, 0.9])
@@ -117,14 +117,14 @@ def test_an_item_chosen_twice_counts_once_with_its_largest_label():
 
 def test_a_place_is_ranked_by_the_usable_items_that_score_higher():
     scores, usable = torch.tensor([[0.1, 3.0, -1.0, 2.0, 2.0]]), torch.tensor([[True, False, True, True, True]])
-    assert counted_above(ordered(scores), usable, torch.tensor([[0, 1, 2, 3, 4]])).tolist() == [[2, 0, 3, 0, 0]]
+    assert count_above(sort_scores(scores), usable, torch.tensor([[0, 1, 2, 3, 4]])).tolist() == [[2, 0, 3, 0, 0]]
     rng = stream(0, "scores")
     scores, usable = torch.randint(9, (7, 30), generator=rng) / 3, torch.rand(7, 30, generator=rng) < 0.7
     places = torch.randint(30, (7, 5), generator=rng)
     by_hand = [
         [int((usable[row] & (scores[row] > scores[row, place])).sum()) for place in places[row]] for row in range(7)
     ]
-    assert counted_above(ordered(scores), usable, places).tolist() == by_hand
+    assert count_above(sort_scores(scores), usable, places).tolist() == by_hand
 
 
 def test_repeated_places_and_items_of_the_window_are_not_replayed():
@@ -162,10 +162,10 @@ def test_draws_follow_their_logits_and_never_leave_what_is_allowed():
     logits = torch.tensor([0.0, math.log(3.0), 9.0]).expand(6_000, -1)
     allowed = torch.tensor([True, True, False]).expand(6_000, -1)
     uniform = torch.rand(6_000, 3, generator=stream(0, "t"))
-    places, valid = drawn_by_rank(logits, allowed, 1, uniform)
+    places, valid = draw_by_rank(logits, allowed, 1, uniform)
     assert valid.all()
     assert float((places == 1).float().mean()) == pytest.approx(0.75, abs=0.02)
-    places, valid = drawn_by_rank(logits[:50], allowed[:50], 3, uniform[:50])
+    places, valid = draw_by_rank(logits[:50], allowed[:50], 3, uniform[:50])
     assert valid.sum(1).tolist() == [2] * 50
     assert all(set(row[ok].tolist()) == {0, 1} for row, ok in zip(places, valid, strict=True))
 
@@ -335,7 +335,7 @@ def test_small_proxies_average_prompts_and_nothing_else():
     assert slow > 0
     assert fast == pytest.approx(9 * slow, rel=1e-3)
     assert same(restore(take_snapshot(second)), second)
-    mixed = averaged_modules(first.stable, second.student, 0.25)
+    mixed = average_modules(first.stable, second.student, 0.25)
     expected = 0.25 * first.stable.prompt.tokens + 0.75 * second.student.prompt.tokens
     assert torch.allclose(mixed.prompt.tokens, expected, atol=1e-7)
     assert torch.equal(mixed.items, second.student.items)

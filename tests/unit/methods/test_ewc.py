@@ -19,12 +19,12 @@ from protofed.methods.baselines.importance import (
     Examples,
     Springs,
     SprungInRounds,
+    draw_examples,
     drawing_back,
-    drawn_examples,
     mean_gradient_sizes,
-    padded,
+    pad_rows,
     quadratic,
-    scaled_to_mean_one,
+    scale_to_mean_one,
     share_above_zero,
     weights_of,
 )
@@ -119,7 +119,7 @@ def replace_rows(examples: Examples) -> Examples:
 
 def test_examples_are_train_events_with_their_own_history_and_no_positive_among_the_negatives():
     slice_ = tiny_stream().slice_(1)
-    examples = drawn_examples(world(), slice_, 200, 20, "test")
+    examples = draw_examples(world(), slice_, 200, 20, "test")
     assert len(examples) == 200
     assert (examples.candidates[:, 1:] != examples.candidates[:, :1]).all()
     assert 0 <= int(examples.candidates.min()) <= int(examples.candidates.max()) < slice_.n_train_items
@@ -130,7 +130,7 @@ def test_examples_are_train_events_with_their_own_history_and_no_positive_among_
     }
     rows = zip(examples.tokens.tolist(), examples.candidates[:, 0].tolist(), strict=True)
     assert all((tuple(tokens), item) in asked for tokens, item in rows)
-    assert len(drawn_examples(world(), slice_, 10**6, 20, "test")) == len(slice_.train_positions)
+    assert len(draw_examples(world(), slice_, 10**6, 20, "test")) == len(slice_.train_positions)
 
 
 def tiny_tokens(slice_: Any, position: int) -> list[int]:
@@ -206,15 +206,15 @@ def test_a_strong_spring_moves_private_weights_and_clips_nobody(kind):
 
 
 def test_importances_are_scaled_by_the_mean_of_those_that_are_not_zero():
-    scaled, mean = scaled_to_mean_one({"a": torch.tensor([0.0, 2.0]), "b": torch.tensor([[6.0]])})
+    scaled, mean = scale_to_mean_one({"a": torch.tensor([0.0, 2.0]), "b": torch.tensor([[6.0]])})
     assert mean == 4
     assert [tensor.flatten().tolist() for tensor in scaled.values()] == [[0, 0.5], [1.5]]
-    nothing, mean = scaled_to_mean_one({"a": torch.zeros(2)})
+    nothing, mean = scale_to_mean_one({"a": torch.zeros(2)})
     assert (nothing["a"].tolist(), mean) == ([0, 0], 0)
 
 
 def test_importance_of_a_smaller_table_is_padded_with_zeros():
-    bigger = padded(
+    bigger = pad_rows(
         {"items": torch.ones(2, 1), "b": torch.tensor([3.0])}, {"items": torch.ones(3, 1), "b": torch.ones(1)}
     )
     assert bigger["items"].flatten().tolist() == [1, 1, 0]
@@ -278,10 +278,10 @@ def test_the_fisher_adds_up_and_decays():
     kept, _ = after_slice_1(replace(FEW, strength=0.0))
     halved, _ = after_slice_1(replace(FEW, strength=0.0, decay=0.5))
     gone, _ = after_slice_1(replace(FEW, strength=0.0, decay=0.0))
-    for name, base in padded(once, kept.importance).items():
+    for name, base in pad_rows(once, kept.importance).items():
         assert torch.allclose(kept.importance[name], base + gone.importance[name], atol=1e-4)
         assert torch.allclose(halved.importance[name], 0.5 * base + gone.importance[name], atol=1e-4)
-    assert scaled_to_mean_one(gone.importance)[1] == pytest.approx(1, rel=1e-4)
+    assert scale_to_mean_one(gone.importance)[1] == pytest.approx(1, rel=1e-4)
 
 
 def test_the_anchor_is_the_newest_model_or_the_weighted_mean_of_all():

@@ -23,7 +23,7 @@ from protofed.methods.baselines.buffer import (
     reservoir,
     weighted_choice,
 )
-from protofed.methods.baselines.experience_replay import ERFreq, ERRandom, balanced, counted, event_weights
+from protofed.methods.baselines.experience_replay import ERFreq, ERRandom, add_degrees, draw_evenly, event_weights
 from protofed.methods.baselines.finetune_last import FineTuneLast
 from protofed.methods.protocol import World
 from protofed.seeds import stream
@@ -108,8 +108,8 @@ def test_weights_by_hand():
     assert event_weights(past, events, *degrees, "inv_degree").tolist() == pytest.approx([1 / 3, 1 / 3, 1 / 3, 1])
     assert event_weights(past, events, *degrees, "freq").tolist() == [2, 2, 2, 2]
     assert event_weights(past, events, *degrees, "sqrt_inv").tolist() == pytest.approx([6**-0.5] * 3 + [2**-0.5])
-    assert counted(torch.tensor([3, 1]), np.array([1, 3, 3])).tolist() == [3, 2, 0, 2]
-    assert counted(torch.tensor([3, 1]), np.array([0])).tolist() == [4, 1]
+    assert add_degrees(torch.tensor([3, 1]), np.array([1, 3, 3])).tolist() == [3, 2, 0, 2]
+    assert add_degrees(torch.tensor([3, 1]), np.array([0])).tolist() == [4, 1]
 
 
 def test_places_are_ranked_within_their_group():
@@ -118,11 +118,11 @@ def test_places_are_ranked_within_their_group():
 
 def test_a_balanced_buffer_gives_nobody_a_second_event_before_everybody_has_one():
     users = np.repeat([0, 1, 2], [10, 3, 1])
-    kept = balanced(np.arange(14) + 100, users, 7, np.random.default_rng(0))
+    kept = draw_evenly(np.arange(14) + 100, users, 7, np.random.default_rng(0))
     counts = np.bincount(users[kept - 100])
     assert len(set(kept.tolist())) == 7
     assert counts.tolist() == [3, 3, 1]
-    assert balanced(np.arange(14), users, 99, np.random.default_rng(0)).tolist() == list(range(14))
+    assert draw_evenly(np.arange(14), users, 99, np.random.default_rng(0)).tolist() == list(range(14))
 
 
 def test_a_kept_event_is_predicted_from_its_own_prefix():

@@ -15,7 +15,7 @@ from protofed.backbone.new_items import with_new_rows
 from protofed.backbone.training import PlainDescent
 from protofed.client.lessons import chunks
 from protofed.client.own_rows import OwnRows, find
-from protofed.federation.stacked import Stack, draw_negatives_of_steps, gradients, pair_items
+from protofed.federation.stacked import ClientWeights, draw_negatives_of_steps, gradients, pair_items
 from protofed.methods.baselines.federated import slice_data
 from protofed.methods.baselines.fedrap import FedRAP, FedRAPState, Penalties, penalties_at, penalty, round_losses
 from protofed.methods.protocol import World
@@ -59,7 +59,7 @@ def test_the_curriculum_starts_at_nothing_and_ends_at_the_full_weights():
     assert penalties_at(200, 0.1, 0.2, 1.0).sparsity == pytest.approx(0.2)
 
 
-def some_losses(method: FedRAP, state: FedRAPState, round_: int) -> tuple[Tensor, Stack]:
+def some_losses(method: FedRAP, state: FedRAPState, round_: int) -> tuple[Tensor, ClientWeights]:
     """Loss and gradient of the first clients of slice 1 at the broadcast."""
     world, slice_ = world_of(), tiny_stream().slice_(1)
     model = with_new_rows(world.backbone, slice_)[0]
@@ -68,7 +68,7 @@ def some_losses(method: FedRAP, state: FedRAPState, round_: int) -> tuple[Tensor
     where, windows = next(chunks(data, 5, CPU))
     lesson = pair_items(windows, draw_negatives_of_steps(windows, 1, 8, slice_.n_train_items, seed=0, key=0), 5)
     losses = round_losses(method, state, LOSSES["softmax"])(server, lesson, data.users[where], round_)
-    return gradients(losses, Stack(torch.zeros(5, 0), model.embed(lesson.items)), 0)
+    return gradients(losses, ClientWeights(torch.zeros(5, 0), model.embed(lesson.items)), 0)
 
 
 def test_the_curriculum_reaches_the_loss():

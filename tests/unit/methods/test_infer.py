@@ -16,6 +16,7 @@ from worlds import (
 )
 
 from protofed.backbone import training
+from protofed.backbone.losses import LOSSES, window_losses
 from protofed.backbone.training import PlainDescent
 from protofed.errors import ConfigError
 from protofed.methods.baselines.buffer import Capacity
@@ -32,7 +33,7 @@ from protofed.methods.baselines.infer import (
     inner_products,
     mean_gradient,
     plus,
-    preconditioned,
+    precondition,
     shares,
     with_negatives,
 )
@@ -69,13 +70,18 @@ def case(n=6):
 
 def slow_gradients(losses, events):
     """Per event the gradient over the tail, flattened, by one backward pass each."""
-    tail = [p.requires_grad_(True) for name, p in losses.named_parameters() if name in losses.dense_tail()]
+    model, names = losses.model, losses.dense_tail()
+    tail = [p.requires_grad_(True) for name, p in model.named_parameters() if name in names]
     (windows, negatives), gradients = events[0], []
     for row in range(len(windows)):
-        loss = losses(windows, negatives)[row]
+        loss = window_losses(model, windows, negatives, LOSSES["softmax"])[0][row]
         gradients.append(torch.cat([g.flatten() for g in torch.autograd.grad(loss, tail)]))
-    losses.requires_grad_(False)
+    model.requires_grad_(False)
     return torch.stack(gradients)
+
+
+def in_double(losses):
+    return EventLosses(losses.model.double(), losses.loss)
 
 
 def flat(weights):
@@ -84,8 +90,8 @@ def flat(weights):
 
 def test_the_tail_is_the_last_block_and_the_last_norm():
     losses, weights, _, _ = case()
-    expected = {f"model.blocks.1.{name}" for name, _ in losses.model.blocks[1].named_parameters()}
-    assert set(weights) == expected | {"model.norm.weight", "model.norm.bias"}
+    expected = {f"blocks.1.{name}" for name, _ in losses.model.blocks[1].named_parameters()}
+    assert set(weights) == expected | {"norm.weight", "norm.bias"}
 
 
 def test_gradients_inner_products_and_lengths_are_those_of_single_backward_passes():
@@ -102,16 +108,14 @@ def test_gradients_inner_products_and_lengths_are_those_of_single_backward_passe
 
 def test_the_benefit_is_what_one_small_step_takes_off_the_reference_loss():
     losses, weights, events, reference = case()
-    losses, weights = losses.double(), {name: value.double() for name, value in weights.items()}
-    loss = lambda w: torch.func.functional_call(losses, w, reference[0]).mean()  # noqa: E731
+    losses, weights = in_double(losses), {name: value.double() for name, value in weights.items()}
+    loss = lambda w: losses(w, *reference[0]).mean()  # noqa: E731
     with differentiable_attention():
         products = inner_products(losses, weights, mean_gradient(losses, weights, reference), events)
         for row in range(3):
             one = torch.zeros(len(products)).double()
             one[row] = 1.0
-            step = torch.func.grad(lambda w, c=one: (c * torch.func.functional_call(losses, w, events[0])).sum())(
-                weights
-            )
+            step = torch.func.grad(lambda w, c=one: (c * losses(w, *events[0])).sum())(weights)
             drop = loss(weights) - loss(plus(weights, step, -1e-5))
             assert float(drop) / 1e-5 == pytest.approx(float(products[row]), rel=1e-2, abs=1e-5)
 
@@ -127,10 +131,10 @@ def test_conjugate_gradients_solve_a_small_system_and_stop_where_the_curvature_i
 
 def test_preconditioning_inverts_the_damped_hessian():
     losses, weights, events, reference = case()
-    losses, weights = losses.double(), {name: value.double() for name, value in weights.items()}
+    losses, weights = in_double(losses), {name: value.double() for name, value in weights.items()}
     with differentiable_attention():
         right = mean_gradient(losses, weights, reference)
-        x = preconditioned(losses, weights, right, events, damping=30.0)
+        x = precondition(losses, weights, right, events, damping=30.0)
         ahead, behind = (mean_gradient(losses, plus(weights, x, step), events) for step in (1e-4, -1e-4))
     back = plus({name: (ahead[name] - behind[name]) / 2e-4 for name in x}, x, 30.0)
     assert torch.allclose(flat(back), flat(right), atol=1e-4 * float(flat(right).norm()))

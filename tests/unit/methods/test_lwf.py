@@ -18,7 +18,7 @@ from protofed.methods.baselines.lwf import (
     Lists,
     LwF,
     divergence,
-    graded,
+    grade_lists,
     imitating,
     known_items,
     logits_of,
@@ -117,7 +117,7 @@ def test_the_last_token_of_every_training_window_predicts_the_newest_target():
 def test_a_list_holds_the_target_uniform_items_and_the_teachers_best_each_once_and_known():
     teacher = random_model(7)
     teacher.has_row[4] = False
-    found = graded(teacher, known_items(teacher), a_batch(), Lists(uniform=20, best=3, pool=1_000), lots(0))
+    found = grade_lists(teacher, known_items(teacher), a_batch(), Lists(uniform=20, best=3, pool=1_000), lots(0))
     assert found.items.shape == (3, 1 + 20 + 3)
     assert found.items[:, 0].tolist() == [6, 5, 9]
     scores = teacher.last_hidden(a_batch().tokens) @ teacher.items.T
@@ -133,7 +133,7 @@ def test_a_list_holds_the_target_uniform_items_and_the_teachers_best_each_once_a
 
 def test_the_pool_limits_where_the_teachers_best_come_from():
     teacher = random_model(400)
-    small = graded(teacher, known_items(teacher), a_batch(), Lists(uniform=1, best=5, pool=10), lots(0))
+    small = grade_lists(teacher, known_items(teacher), a_batch(), Lists(uniform=1, best=5, pool=10), lots(0))
     best = (teacher.last_hidden(a_batch().tokens) @ teacher.items.T).topk(5).indices
     assert not torch.equal(small.items[:, -5:], best)
     assert len(small.items[:, -5:].unique()) <= 10
@@ -154,7 +154,7 @@ def test_a_window_weighs_as_many_times_as_it_has_targets():
     teacher, student, notes = random_model(7), random_model(7, seed=1), Notes()
     lists = Lists(20, 3)
     found = imitating(teacher, 0.5, 2.0, lists, Generator().manual_seed(0), notes)(student, a_batch()).detach()
-    asked = graded(teacher, known_items(teacher), a_batch(), lists, lots(0))
+    asked = grade_lists(teacher, known_items(teacher), a_batch(), lists, lots(0))
     theirs = logits_of(student, student.last_hidden(a_batch().tokens), asked.items).detach()
     apart = divergence(asked.logits, theirs, asked.real, 2.0)
     assert torch.allclose(found, 0.5 * apart * torch.tensor([3, 1, 2]))
@@ -179,7 +179,7 @@ def test_the_stronger_the_teacher_the_closer_its_grades():
     """Judged on lists neither of them was trained with, the last epoch kept."""
     slice_ = tiny_stream().slice_(1)
     windows = training_windows(slice_.past, slice_.train_positions, length=12, stride=6, rng=np.random.default_rng(0))
-    asked = graded(world().backbone, known_items(world().backbone), windows, Lists(), lots(9))
+    asked = grade_lists(world().backbone, known_items(world().backbone), windows, Lists(), lots(9))
 
     def apart(strength: float) -> float:
         method = LwF(strength=strength)

@@ -13,7 +13,7 @@ from worlds import every_value, learned, questions, random_model, tiny_config, t
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import PlainDescent
 from protofed.config import BackboneConfig
-from protofed.methods.baselines.importance import Examples, padded, quadratic, scaled_to_mean_one, weights_of
+from protofed.methods.baselines.importance import Examples, pad_rows, quadratic, scale_to_mean_one, weights_of
 from protofed.methods.baselines.mas import MAS, sensitivity
 from protofed.methods.protocol import World
 from protofed.slices.histories import BOS, PAD
@@ -101,8 +101,8 @@ def test_importances_add_up_or_are_averaged():
     mean, _ = after_slice_1(replace(FEW, strength=0.0, accumulate="average"))
     for name, tensor in total.importance.items():
         assert torch.allclose(mean.importance[name], tensor / 2, rtol=1e-4, atol=1e-6)
-        assert (tensor - padded(base, total.importance)[name] >= -1e-5).all()
-    assert scaled_to_mean_one(base)[1] == pytest.approx(1, rel=1e-4)
+        assert (tensor - pad_rows(base, total.importance)[name] >= -1e-5).all()
+    assert scale_to_mean_one(base)[1] == pytest.approx(1, rel=1e-4)
 
 
 def test_strength_0_is_finetune_last_bit_for_bit():

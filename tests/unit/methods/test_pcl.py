@@ -14,8 +14,8 @@ from worlds import LENGTH, questions, random_model, tiny_config, tiny_stream, wa
 from protofed.backbone.losses import sampled_softmax, window_losses
 from protofed.backbone.new_items import with_new_rows
 from protofed.backbone.training import PlainDescent
-from protofed.methods.baselines.pcl import PCL, PCLState, Prompted, contextual_prompt, prompted, prompts_and_rows
-from protofed.methods.frozen import backbone_scores, started
+from protofed.methods.baselines.pcl import PCL, PCLState, Prompted, contextual_prompt, prompted_model, prompts_and_rows
+from protofed.methods.frozen import backbone_scores, start_from_backbone
 from protofed.methods.protocol import World
 from protofed.slices.histories import BOS, PAD, queries_at
 from protofed.slices.windows import training_windows
@@ -82,7 +82,9 @@ def test_zero_prompts_change_no_score():
 
 def test_before_the_first_slice_scores_are_the_backbones():
     _, queries = questions()
-    assert torch.equal(PCL().score(world(), after(0)[0], queries), backbone_scores(started(world()), queries))
+    assert torch.equal(
+        PCL().score(world(), after(0)[0], queries), backbone_scores(start_from_backbone(world()), queries)
+    )
 
 
 def test_prompts_sit_on_the_newest_items_right_aligned():
@@ -122,7 +124,7 @@ def test_a_target_is_trained_on_the_state_it_is_served_from():
     served = queries_at(slice_.past, positions, length=LENGTH, slice_index=1, n_items=9, times=slice_.times)
     assert torch.equal(windows.tokens[by_position], served.tokens)
     assert (windows.sources[:, 0] == LENGTH - 1).all()
-    model = prompted(after(1)[0])
+    model = prompted_model(after(1)[0])
     trained = model.hidden(windows.tokens[by_position])[:, LENGTH - 1]
     assert torch.allclose(trained, model.last_hidden(served.tokens), atol=1e-5)
 
@@ -200,7 +202,7 @@ def test_a_slice_without_train_events_adds_a_prompt_of_zeros():
     assert torch.equal(state.prompts, torch.zeros(1, 8, 16))
     assert said["new_rows"] == 0
     _, queries = questions()
-    assert torch.equal(PCL().score(world(), state, queries), backbone_scores(started(world()), queries))
+    assert torch.equal(PCL().score(world(), state, queries), backbone_scores(start_from_backbone(world()), queries))
 
 
 def test_the_newest_target_is_the_last_train_event():

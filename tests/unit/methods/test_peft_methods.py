@@ -17,7 +17,7 @@ from protofed.backbone.training import PlainDescent
 from protofed.backbone.validation import validation_ndcg
 from protofed.errors import ConfigError
 from protofed.methods.baselines.adapters import AdapterCL, Adapters, lowest, own_last_items, set_at
-from protofed.methods.baselines.dual_lora import EVEN, WEIGHTS, DualLoRA, averaged, summed
+from protofed.methods.baselines.dual_lora import EVEN, WEIGHTS, DualLoRA, add_updates, average_factors
 from protofed.methods.baselines.prefix_tuning import PrefixTuning
 from protofed.methods.frozen import rows_for
 from protofed.methods.protocol import World
@@ -215,7 +215,7 @@ def test_loras_are_merged_as_plain_matrices_say(merge):
 
 def test_averaging_factors_brings_in_cross_terms_and_summing_updates_does_not():
     _, long, short = two_loras()
-    by_sum, by_factor = updates_of(summed(long, short, 0.5)), updates_of(averaged(long, short, 0.5))
+    by_sum, by_factor = updates_of(add_updates(long, short, 0.5)), updates_of(average_factors(long, short, 0.5))
     name = "blocks.0.query"
     cross = long[f"{name}.lora_up"] @ short[f"{name}.lora_down"] + short[f"{name}.lora_up"] @ long[f"{name}.lora_down"]
     own = updates_of(long)[name] + updates_of(short)[name]

@@ -26,7 +26,7 @@ from protofed.methods.baselines.finetune_last import FineTuneLast
 from protofed.methods.baselines.reloop import (
     ReLoop,
     Scores,
-    mixed_negatives,
+    mix_negatives,
     pairwise_correction,
     pointwise_correction,
 )
@@ -94,7 +94,7 @@ def test_probabilities_that_moved_the_wrong_way_count_by_how_much():
 
 def test_half_of_the_negatives_are_uniform_and_half_the_last_versions_favourites_of_the_pool():
     last, hidden = random_model(300), torch.randn(2, 3, 8, generator=stream(0, "hidden"))
-    found = mixed_negatives(last, hidden, 7, 20, 300, Streamed(stream(0, "t")))
+    found = mix_negatives(last, hidden, 7, 20, 300, Streamed(stream(0, "t")))
     rng = stream(0, "t")
     uniform, pool = draw_negatives(2, 3, 300, rng), draw_negatives(2, 20, 300, rng)
     assert found.shape == (2, 3, 7)

@@ -25,12 +25,12 @@ from protofed.methods.baselines.finetune_last import FineTuneLast
 from protofed.methods.baselines.reloop2 import (
     ErrorMemory,
     ReLoop2,
+    add_sketch,
     bucket_means,
     codes,
-    estimated_errors,
+    estimate_errors,
     probabilities,
     readable,
-    written,
 )
 from protofed.methods.frozen import backbone_scores
 from protofed.methods.protocol import World
@@ -92,7 +92,7 @@ def test_a_query_reads_only_sketches_of_strictly_earlier_instants():
 
 def test_writing_adds_a_sketch_and_leaves_the_old_ones_alone():
     old = memory_by_hand()
-    new = written(old, torch.tensor([[0], [1], [1]]), torch.tensor([0.5, -0.25, -0.5]), 40)
+    new = add_sketch(old, torch.tensor([[0], [1], [1]]), torch.tensor([0.5, -0.25, -0.5]), 40)
     assert new.sums[3].tolist() == [[0.5, -0.75]]
     assert new.counts[3].tolist() == [[1, 2]]
     assert new.newest.tolist() == [10, 20, 30, 40]
@@ -115,7 +115,7 @@ def test_estimates_are_the_mean_over_tables_of_the_buckets_mean_and_mean_row_ite
     model.requires_grad_(False).refresh_mean_row()
     memory = ErrorMemory(draw(3, 2, 8), draw(2, 3, 4), draw(2, 3, 4, name="n").abs(), torch.tensor([10, 20]))
     hidden, times = draw(3, 8, name="h"), torch.tensor([99, 15, 3])
-    found = estimated_errors(model, memory, hidden, times, 7, 0.5)
+    found = estimate_errors(model, memory, hidden, times, 7, 0.5)
     means = bucket_means(memory, 0.5)
     for b, item in itertools.product(range(3), range(7)):
         row = model.embed(torch.tensor(item))

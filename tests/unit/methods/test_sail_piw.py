@@ -21,7 +21,7 @@ from protofed.methods.baselines.sail_piw import (
     clustering_loss,
     evenness,
     returning_users,
-    scaled,
+    scale_to_mean_one,
 )
 from protofed.methods.protocol import World
 from protofed.slices.windows import training_windows
@@ -74,9 +74,9 @@ def test_who_has_not_changed_weighs_what_the_networks_biases_say():
 
 
 def test_weights_have_mean_1_over_those_who_count():
-    found = scaled(torch.tensor([1.0, 3.0, 50.0]), torch.tensor([True, True, False]))
+    found = scale_to_mean_one(torch.tensor([1.0, 3.0, 50.0]), torch.tensor([True, True, False]))
     assert found.tolist() == pytest.approx([0.5, 1.5, 0])
-    assert scaled(torch.ones(2), torch.zeros(2, dtype=torch.bool)).tolist() == [0, 0]
+    assert scale_to_mean_one(torch.ones(2), torch.zeros(2, dtype=torch.bool)).tolist() == [0, 0]
 
 
 def test_evenness_is_1_for_equal_weights_and_0_for_a_single_one():

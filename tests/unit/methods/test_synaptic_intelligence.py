@@ -17,7 +17,7 @@ from protofed.methods.baselines.importance import Springs, quadratic, weights_of
 from protofed.methods.baselines.synaptic_intelligence import (
     EarningDescent,
     SynapticIntelligence,
-    consolidated,
+    consolidate,
     warm_up_again,
 )
 from protofed.methods.protocol import World
@@ -118,7 +118,7 @@ def test_consolidation_by_hand():
     importance = {"items": torch.tensor([[1.0], [1.0]])}
     earned = {"items": torch.tensor([[0.5], [-3.0], [0.2]])}
     start, end = {"items": torch.tensor([[0.0], [0.0], [7.0]])}, {"items": torch.tensor([[2.0], [1.0], [7.0]])}
-    found = consolidated(importance, earned, start, end, damping=1.0)["items"].flatten()
+    found = consolidate(importance, earned, start, end, damping=1.0)["items"].flatten()
     assert found.tolist() == pytest.approx([1 + 0.5 / 5, 0, 0.2 / 1])  # no importance below 0, the new row starts at 0
 
 
@@ -167,7 +167,7 @@ def test_the_default_strength_changes_the_scores_and_says_so():
 
 def test_the_stronger_the_penalty_the_closer_the_weights_stay():
     first, last, earned = repeated()
-    importance = consolidated(zeros_of(first), earned, weights_of(first), weights_of(last), SI().damping)
+    importance = consolidate(zeros_of(first), earned, weights_of(first), weights_of(last), SI().damping)
 
     def distance(strength: float) -> float:
         method = SI(strength=strength)

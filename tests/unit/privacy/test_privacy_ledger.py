@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from protofed.errors import ConfigError, DataError, StorageError
 from protofed.privacy.ledger import (
     Release,
+    add_release,
     claim,
     from_json,
     read_ledger,
     record_ahead,
-    recorded,
     share_beside,
     share_with_base_events,
     streams,
@@ -42,7 +42,7 @@ def test_a_ledger_survives_being_written_and_read(ledger, trust):
 def test_recording_one_by_one_keeps_every_round_of_every_stream(entries):
     ledger = ()
     for release in entries:
-        ledger = recorded(ledger, release)
+        ledger = add_release(ledger, release)
     assert streams(ledger) == streams(tuple(entries))
     assert sum(release.uploads for release in ledger) == sum(release.uploads for release in entries)
 
@@ -76,14 +76,14 @@ def test_a_run_that_wrote_no_share_has_none(tmp_path, text):
 def test_equal_rounds_are_one_entry_and_different_noise_is_another():
     ledger = ()
     for _ in range(3):
-        ledger = recorded(ledger, Release(1.2, 0.05))
-    ledger = recorded(ledger, Release(1.3, 0.05))
+        ledger = add_release(ledger, Release(1.2, 0.05))
+    ledger = add_release(ledger, Release(1.3, 0.05))
     assert ledger == (Release(1.2, 0.05, 3), Release(1.3, 0.05))
 
 
 def test_capped_releases_are_never_merged_since_each_cap_is_its_own():
     capped = Release(1.2, 0.05, 20, max_uploads=1)
-    ledger = recorded(recorded((), capped), capped)
+    ledger = add_release(add_release((), capped), capped)
     assert ledger == (capped, capped)
     assert sum(release.uploads for release in ledger) == 2
 

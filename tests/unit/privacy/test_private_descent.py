@@ -26,7 +26,7 @@ from protofed.privacy.accountant import epsilon
 from protofed.privacy.descent import CutsByUser, Meter, PrivateDescent, weights_of
 from protofed.privacy.ledger import Release
 from protofed.privacy.user_gradients import Rows, chunks, clipped_sum
-from protofed.slices.windows import NO_TARGET, Windows, picked, real_targets, take, training_windows
+from protofed.slices.windows import NO_TARGET, Windows, pick_windows, real_targets, take, training_windows
 
 STRIDE = 6
 
@@ -225,7 +225,7 @@ def test_chunks_hold_every_window_once_and_split_nobody(places):
     seen, met, n_users = [], [], 0
     for chunk in chunks(batch, negatives, Shape(4, LENGTH, STRIDE), lambda _: places):
         here = (chunk.owners < chunk.n_users).nonzero()[:, 0]
-        own = picked(chunk.inputs.batch, here)
+        own = pick_windows(chunk.inputs.batch, here)
         assert len(chunk.owners) == places
         assert len(set(own.users.tolist())) == chunk.n_users
         assert not (chunk.inputs.batch.targets[chunk.owners == chunk.n_users] != NO_TARGET).any()

@@ -10,7 +10,7 @@ from protofed.cli.run import settle
 from protofed.config import to_toml
 from protofed.errors import ConfigError
 from protofed.experiments.grid import Grid, cells
-from protofed.report.held import Held, held, held_table
+from protofed.report.held import Held, held_table, list_cells
 from protofed.report.page import build
 from protofed.report.runs import Unfinished, find_runs
 
@@ -41,7 +41,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def test_every_cell_has_its_finished_and_its_unfinished_seeds(root: Path) -> None:
-    assert held(*find_runs(root)) == (
+    assert list_cells(*find_runs(root)) == (
         Held("toy", "ewc", "none", "standard", (0, 2), (1,)),
         Held("toy2", "ewc", "none", "standard", (0,), ()),
         Held("toy", "ewc (peft)", "none", "peft", (0,), ()),
@@ -52,7 +52,7 @@ def test_every_cell_has_its_finished_and_its_unfinished_seeds(root: Path) -> Non
 
 
 def test_the_table_counts_seeds_by_data_set(root: Path) -> None:
-    shown = held_table(held(*find_runs(root)))
+    shown = held_table(list_cells(*find_runs(root)))
     assert [column.label for column in shown.columns] == ["toy", "toy2", "privacy", "variant"]
     read = {line.label: [(cell.text, cell.spread, cell.interval) for cell in line.cells[:2]] for line in shown.lines}
     assert read["ewc"] == [("2", "(0, 2)", "1 unfinished: 1"), ("1", "(0)", "")]
@@ -64,7 +64,7 @@ def test_the_table_counts_seeds_by_data_set(root: Path) -> None:
 def test_settings_that_differ_make_cells_of_their_own(tmp_path: Path) -> None:
     write_run(tmp_path / "a", value, method="ewc", settings="[training]\nnegatives = 5\n")
     write_run(tmp_path / "b", value, method="ewc", seed=1, settings="[training]\nnegatives = 9\n")
-    found = held(find_runs(tmp_path)[0], ())
+    found = list_cells(find_runs(tmp_path)[0], ())
     assert [(cell.method, cell.finished) for cell in found] == [
         ("ewc, training.negatives=5", (0,)),
         ("ewc, training.negatives=9", (1,)),
@@ -72,7 +72,7 @@ def test_settings_that_differ_make_cells_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_started_run_without_a_seed_is_no_cell() -> None:
-    assert held((), [Unfinished("x", {"dataset": "toy", "method": "ewc"}), Unfinished("y", {})]) == ()
+    assert list_cells((), [Unfinished("x", {"dataset": "toy", "method": "ewc"}), Unfinished("y", {})]) == ()
 
 
 def test_the_page_lists_what_a_grid_lacks(tmp_path: Path) -> None:

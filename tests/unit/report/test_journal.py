@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from protofed.report.journal import read_journal, told_mean, traces
+from protofed.report.journal import mean_told, read_journal, traces
 
 LINES = """{"slice": 0, "stage": "warm-up", "epochs": 3, "validation_ndcg10": [0.1]}
 {"slice": 0, "stage": "learn", "bytes_up": 999}
@@ -19,8 +19,8 @@ def test_the_last_word_on_a_slice_counts_and_the_base_block_does_not(tmp_path: P
     (tmp_path / "log.jsonl").write_text(LINES)
     journal = read_journal(tmp_path / "log.jsonl")
     assert [record["slice"] for record in journal] == [1, 2]
-    assert told_mean(journal, "bytes_up") == 20.0
-    assert math.isnan(told_mean(journal, "bytes_down"))
+    assert mean_told(journal, "bytes_up") == 20.0
+    assert math.isnan(mean_told(journal, "bytes_down"))
     assert read_journal(tmp_path / "none.jsonl") == ()
 
 

@@ -17,7 +17,7 @@ from protofed.report.ablations import ablation_part
 from protofed.report.costs import cost_of, count, device_memory, efficiency, equal_bytes, size
 from protofed.report.disparity import fairness
 from protofed.report.layout import Missing, Part
-from protofed.report.opening import compared, forest, overview, sentences
+from protofed.report.opening import forest, overview, rows_to_compare, sentences
 from protofed.report.overall import equal_epsilon, headline_with_costs
 from protofed.report.page import answers
 from protofed.report.plasticity import adaptation, frontier_part
@@ -363,7 +363,7 @@ def test_rows_within_their_intervals_are_not_said_to_be_behind(tmp_path: Path) -
 
 def test_the_first_table_and_figure_hold_the_overall_rows(results: Results) -> None:
     shown, drawn = overview([results]), forest(results)
-    labels = {row.label for row in compared(results)}
+    labels = {row.label for row in rows_to_compare(results)}
     assert {line.label for line in shown.lines} == labels == {row["method"] for row in table(drawn.csv)}
     assert ABLATED not in labels
     (row,) = [row for row in table(drawn.csv) if row["method"] == FULL]

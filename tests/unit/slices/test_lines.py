@@ -13,7 +13,7 @@ from protofed.backbone.recorded import Inputs, RecordedSteps, Shape, columns, fr
 from protofed.backbone.training import PlainDescent, Task, train
 from protofed.seeds import stream
 from protofed.slices.histories import PAD
-from protofed.slices.lines import NOBODY, columns_of, first_fit, lengths_of, sent_together, sharing_lines, worth_sharing
+from protofed.slices.lines import NOBODY, columns_of, first_fit, lengths_of, send_together, sharing_lines, worth_sharing
 from protofed.slices.windows import NO_TARGET, Windows, moved, on_lines, take, training_windows, trimmed
 
 SLICE = tiny_stream().slice_(0)  # where histories begin
@@ -121,7 +121,7 @@ def test_lines_are_dropped_where_windows_are_picked_and_kept_where_they_move():
 
 def test_lines_sent_together_are_the_lines():
     parts = [sharing_lines(ragged(lengths, 7), 2) for lengths in ([3, 4, 1], [7, 7, 2, 2], [1])]
-    for one, other in zip(parts, sent_together(parts, torch.device("cpu")), strict=True):
+    for one, other in zip(parts, send_together(parts, torch.device("cpu")), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(columns_of(one), columns_of(other), strict=True))
 
 

@@ -30,7 +30,7 @@ from protofed.backbone.small_modules import Weights, modules_and_rows, small_wei
 from protofed.backbone.training import Descend
 from protofed.methods.baselines.buffer import within
 from protofed.methods.baselines.finetune_last import fine_tuned
-from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, started
+from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, start_from_backbone
 from protofed.methods.protocol import Diagnostics, World
 from protofed.methods.variants import way_of_modules
 from protofed.seeds import stream
@@ -52,10 +52,10 @@ class AdapterSetsState(BackboneState):
 def with_fresh_adapters(world: World, bottleneck: int) -> BackboneState:
     """The backbone with a set that changes nothing yet."""
     rng = stream(world.config.seed, "adapters")
-    return replace(started(world), backbone=with_adapters(world.backbone, bottleneck, rng))
+    return replace(start_from_backbone(world), backbone=with_adapters(world.backbone, bottleneck, rng))
 
 
-def adapted(
+def learn_modules(
     world: World, state: BackboneState, slice_: TimeSlice, descend: Descend, rate: float
 ) -> tuple[BackboneState, Diagnostics]:
     """The attached set after the slice's train part, and how far it has come."""
@@ -101,7 +101,7 @@ class Adapters:
     def learn(
         self, world: World, state: BackboneState, slice_: TimeSlice, descend: Descend
     ) -> tuple[BackboneState, Diagnostics]:
-        return adapted(world, state, slice_, descend, self.learning_rate)
+        return learn_modules(world, state, slice_, descend, self.learning_rate)
 
     def score(self, world: World, state: BackboneState, queries: Queries) -> Float[Tensor, "B I"]:
         return backbone_scores(state, queries)
@@ -130,7 +130,7 @@ class AdapterCL:
     def learn(
         self, world: World, state: AdapterSetsState, slice_: TimeSlice, descend: Descend
     ) -> tuple[AdapterSetsState, Diagnostics]:
-        after, diagnostics = adapted(world, state, slice_, descend, self.learning_rate)
+        after, diagnostics = learn_modules(world, state, slice_, descend, self.learning_rate)
         newest = small_weights(after.backbone)
         sets = {name: torch.cat([old.to(newest[name].device), newest[name][None]]) for name, old in state.sets.items()}
         learned = AdapterSetsState(after.backbone, after.slice_index, after.newest_target, sets)

@@ -21,7 +21,7 @@ from protofed.methods.frozen import BackboneState, rows_for
 from protofed.methods.protocol import Diagnostics, World
 from protofed.slices.histories import Histories, tokens_ending_at
 from protofed.slices.stream import TimeSlice
-from protofed.slices.windows import Windows, moved, picked, real_targets, take, trimmed
+from protofed.slices.windows import Windows, moved, pick_windows, real_targets, take, trimmed
 
 EVENTS_AT_ONCE = 512
 
@@ -114,7 +114,7 @@ def replay(
     kept = moved(event_windows(slice_.past, buffer.cpu().numpy(), world.config.backbone.history_length), device)
 
     def losses(model: SASRec, batch: Windows, lots: Lots, notes: Notes) -> Float[Tensor, " W"]:
-        again = picked(kept, lots.distinct(len(kept), len(batch)))
+        again = pick_windows(kept, lots.distinct(len(kept), len(batch)))
         negatives = uniform_items(lots, len(again), config.negatives, slice_.n_train_items)
         sums, counts = window_losses(model, again, negatives, LOSSES[config.loss])
         notes.add("replay_loss", sums.sum(), counts.sum())

@@ -41,9 +41,16 @@ from protofed.backbone.training import Descend, Fit, Task, Trainable, train
 from protofed.config import BackboneConfig
 from protofed.methods.baselines.buffer import within
 from protofed.methods.baselines.finetune_last import fine_tuned
-from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, on_base_block, rows_for, started
+from protofed.methods.frozen import (
+    BackboneState,
+    backbone_evidence,
+    backbone_scores,
+    on_base_block,
+    rows_for,
+    start_from_backbone,
+)
 from protofed.methods.protocol import Diagnostics, World
-from protofed.methods.variants import is_peft, parts_to_train, prompted
+from protofed.methods.variants import attach_prompt, is_peft, parts_to_train
 from protofed.progress import Progress
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
@@ -115,7 +122,7 @@ def relaxed_ranking_loss(interesting: Float[Tensor, "W K"], others: Float[Tensor
     return (left - interesting).sum(-1)
 
 
-def averaged(proxy: SASRec, student: SASRec, keep: float) -> SASRec:
+def average_weights(proxy: SASRec, student: SASRec, keep: float) -> SASRec:
     """keep times the proxy plus 1 - keep times the student, over all weights; rows the proxy lacks are copied."""
     model = grown(proxy, student.n_rows)
     fresh = student.has_row & ~model.has_row
@@ -128,7 +135,7 @@ def averaged(proxy: SASRec, student: SASRec, keep: float) -> SASRec:
     return at_rest(model)
 
 
-def averaged_modules(proxy: SASRec, student: SASRec, keep: float) -> SASRec:
+def average_modules(proxy: SASRec, student: SASRec, keep: float) -> SASRec:
     """The student with keep times the proxy's small modules plus 1 - keep times its own."""
     old, own = small_weights(proxy), small_weights(student)
     return with_weights(student, {name: keep * old[name] + (1 - keep) * tensor for name, tensor in own.items()})
@@ -143,19 +150,19 @@ def with_table_of(model: SASRec, other: SASRec) -> SASRec:
     return at_rest(model)
 
 
-def ordered(scores: Float[Tensor, "W K"]) -> Ordered:
+def sort_scores(scores: Float[Tensor, "W K"]) -> Ordered:
     """The scores of each row with their order, highest first."""
     falling, order = (-scores).sort(dim=-1)
     return Ordered(scores, falling, order)
 
 
-def counted_above(mine: Ordered, usable: Bool[Tensor, "W K"], places: Int[Tensor, "W m"]) -> Int[Tensor, "W m"]:
+def count_above(mine: Ordered, usable: Bool[Tensor, "W K"], places: Int[Tensor, "W m"]) -> Int[Tensor, "W m"]:
     """For these places of each row: how many usable items have a higher score."""
     before = F.pad(usable.gather(1, mine.order).long().cumsum(-1), (1, 0))  # usable ones among the first 0, 1, .. K
     return before.gather(1, torch.searchsorted(mine.falling, -mine.scores.gather(1, places).contiguous()))
 
 
-def merged(parts: list[Chosen]) -> Chosen:
+def merge_chosen(parts: list[Chosen]) -> Chosen:
     """All chosen items; one chosen more than once counts once, with its largest label."""
     items, labels, valid = (torch.cat([getattr(p, name) for p in parts], dim=1) for name in Chosen.__slots__)
     same = (items[:, :, None] == items[:, None, :]) & valid[:, :, None] & valid[:, None, :]
@@ -208,7 +215,7 @@ def pool_scores(
     return (F.embedding(pool, rows) @ hidden[..., None])[..., 0]
 
 
-def drawn_by_rank(
+def draw_by_rank(
     logits: Float[Tensor, "W K"], allowed: Bool[Tensor, "W K"], n: int, uniform: Float[Tensor, "W K"]
 ) -> tuple[Int[Tensor, "W m"], Bool[Tensor, "W m"]]:
     """n allowed places of each row without replacement, in proportion to exp(logit), and which of them are real."""
@@ -253,18 +260,18 @@ class CCD:
         if is_peft(world):
             rng = stream(world.config.seed, "ccd", "teacher")
             teaching = with_lora(world.backbone, self.rank, self.scaling * self.rank, rng)
-            pupil = prompted(world, world.backbone, "ccd")
-            return CCDState(replace(started(world), backbone=teaching), pupil, pupil, pupil, 0)
+            pupil = attach_prompt(world, world.backbone, "ccd")
+            return CCDState(replace(start_from_backbone(world), backbone=teaching), pupil, pupil, pupil, 0)
         config, teacher = student_config(world.config.backbone), world.backbone
         student = SASRec(config, teacher.n_rows, stream(world.config.seed, "ccd", "student"))
         student.has_row = teacher.has_row.cpu().clone()
         student.refresh_mean_row()
         student = at_rest(student.to(teacher.items.device))
-        return CCDState(started(world), student, student, student, 0)
+        return CCDState(start_from_backbone(world), student, student, student, 0)
 
     def learn(self, world: World, state: CCDState, slice_: TimeSlice, descend: Descend) -> tuple[CCDState, Diagnostics]:
         generated, distilled = self._generated(world, state, slice_, descend)
-        first, mean = state.generations == 0, averaged_modules if is_peft(world) else averaged
+        first, mean = state.generations == 0, average_modules if is_peft(world) else average_weights
         stable = generated if first else mean(state.stable, generated, self.keep_stable)
         plastic = generated if first else mean(state.plastic, generated, self.keep_plastic)
         sources = [Source(stable, self.n_stable), Source(plastic, self.n_plastic)]
@@ -363,9 +370,9 @@ class CCD:
             hidden = last_states(model, batch)
             with torch.no_grad():
                 pool = candidate_pool(teacher, last_states(teacher, batch), n_items, self.pool, self.top, lots)
-                void, mine = unusable(pool, batch), ordered(pool_scores(model.rows(n_items), hidden, pool))
+                void, mine = unusable(pool, batch), sort_scores(pool_scores(model.rows(n_items), hidden, pool))
                 parts = zip(sources, rows, strict=True)
-                chosen = merged([self._chosen(*part, batch, pool, void, mine, lots) for part in parts])
+                chosen = merge_chosen([self._chosen(*part, batch, pool, void, mine, lots) for part in parts])
             each, n = soft_loss(item_scores(model, hidden, chosen.items), chosen), real_targets(batch)
             note(notes, each, chosen, n > 0)
             return self.weight * (-clock.epoch / self.anneal).exp() * each * n
@@ -379,9 +386,9 @@ class CCD:
         its = pool_scores(rows, last_states(source.model, batch), pool)
         usable = ~void & source.model.knows(pool)
         best = its.masked_fill(~usable, VOID).topk(min(self.top, pool.shape[1]), dim=-1).indices
-        its_rank, my_rank = torch.arange(best.shape[1], device=best.device), counted_above(mine, usable, best)
+        its_rank, my_rank = torch.arange(best.shape[1], device=best.device), count_above(mine, usable, best)
         uniform = lots.uniform(tuple(pool.shape)).gather(1, best)  # an item keeps its number, however ranks round
-        drawn, valid = drawn_by_rank(self.sharpness * (my_rank - its_rank), usable.gather(1, best), source.n, uniform)
+        drawn, valid = draw_by_rank(self.sharpness * (my_rank - its_rank), usable.gather(1, best), source.n, uniform)
         places = best.gather(1, drawn)
         return Chosen(pool.gather(1, places), its.gather(1, places).sigmoid(), valid)
 

@@ -41,11 +41,11 @@ def demonstrations(tokens: Int[Tensor, "B L"], form: Format) -> Demonstrations:
     runs = newest.unfold(1, form.span + 1, 1)  # (B, m, span + 1)
     before, items = runs[..., :-1], runs[..., -1]
     shown = items >= 0
-    negatives, found = drawn_negatives(tokens, runs, form)
+    negatives, found = draw_other_items(tokens, runs, form)
     return Demonstrations(before, items, shown, negatives, shown & found)
 
 
-def drawn_negatives(
+def draw_other_items(
     tokens: Int[Tensor, "B L"], runs: Int[Tensor, "B m n"], form: Format
 ) -> tuple[Int[Tensor, "B m"], Bool[Tensor, "B m"]]:
     """The first of four draws that is not among the tokens, and whether there is one.

@@ -31,7 +31,7 @@ from protofed.backbone.training import Descend, Fit, Task, best_of, train
 from protofed.backbone.validation import exam_of, mean_grade
 from protofed.methods.baselines.buffer import within
 from protofed.methods.baselines.finetune_last import fine_tuned
-from protofed.methods.frozen import BackboneState, backbone_evidence, on_base_block, rows_for, started
+from protofed.methods.frozen import BackboneState, backbone_evidence, on_base_block, rows_for, start_from_backbone
 from protofed.methods.protocol import Diagnostics, World
 from protofed.methods.variants import n_trained, way_of_modules
 from protofed.privacy.draws import uniform
@@ -52,7 +52,7 @@ class DualState(BackboneState):
     weight: float
 
 
-def summed(long: Weights, short: Weights, weight: float) -> dict[str, Tensor]:
+def add_updates(long: Weights, short: Weights, weight: float) -> dict[str, Tensor]:
     """One LoRA of twice the rank whose update is weight times the long one's plus the rest of the short one's."""
     return {
         name: torch.cat([weight * tensor, (1 - weight) * short[name]], dim=1)
@@ -62,7 +62,7 @@ def summed(long: Weights, short: Weights, weight: float) -> dict[str, Tensor]:
     }
 
 
-def averaged(long: Weights, short: Weights, weight: float) -> dict[str, Tensor]:
+def average_factors(long: Weights, short: Weights, weight: float) -> dict[str, Tensor]:
     """One LoRA whose factors are means of the two, each apart."""
     return {name: weight * tensor + (1 - weight) * short[name] for name, tensor in long.items()}
 
@@ -82,7 +82,7 @@ class DualLoRA:
         within("sample", self.sample, 0, 1)
 
     def start(self, world: World) -> DualState:
-        begun, model = started(world), self._fresh(world, world.backbone)
+        begun, model = start_from_backbone(world), self._fresh(world, world.backbone)
         return DualState(model, begun.slice_index, begun.newest_target, small_weights(model), EVEN)
 
     def learn(
@@ -159,7 +159,7 @@ class DualLoRA:
         if self.merge == "ensemble":
             theirs = lending(long, short, lambda: long.last_hidden(tokens))
             return weight * long.last_hidden(tokens) + (1 - weight) * theirs
-        merge = summed if self.merge == "delta" else averaged
+        merge = add_updates if self.merge == "delta" else average_factors
         own, other = small_weights(long), {name: tensor.to(tokens.device) for name, tensor in short.items()}
         return lending(long, merge(own, other, weight), lambda: long.last_hidden(tokens))
 

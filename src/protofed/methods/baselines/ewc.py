@@ -27,16 +27,16 @@ from protofed.methods.baselines.importance import (
     AnchoredState,
     Examples,
     Weights,
-    drawn_back,
-    drawn_examples,
+    draw_examples,
+    learn_anchored,
     mean_gradient_sizes,
-    padded,
-    scaled_to_mean_one,
+    pad_rows,
+    scale_to_mean_one,
     share_above_zero,
     weights_of,
     zeros_of,
 )
-from protofed.methods.frozen import backbone_evidence, backbone_scores, readable, started
+from protofed.methods.frozen import backbone_evidence, backbone_scores, readable, start_from_backbone
 from protofed.methods.protocol import Diagnostics, World
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
@@ -85,7 +85,7 @@ class EWC:
     negatives: int = 99
 
     def start(self, world: World) -> AnchoredState:
-        begun = started(world)
+        begun = start_from_backbone(world)
         model = begun.backbone
         nothing = AnchoredState(model, begun.slice_index, begun.newest_target, weights_of(model), zeros_of(model))
         return self._consolidated(world, nothing, model, world.base, begun.newest_target)[0]
@@ -93,7 +93,7 @@ class EWC:
     def learn(
         self, world: World, state: AnchoredState, slice_: TimeSlice, descend: Descend
     ) -> tuple[AnchoredState, Diagnostics]:
-        model, fit, penalty = drawn_back(world, state, slice_, descend, self.strength / 2)
+        model, fit, penalty = learn_anchored(world, state, slice_, descend, self.strength / 2)
         learned, fisher_mean = self._consolidated(world, state, model, slice_, fit.newest_target)
         share = share_above_zero(learned.importance)
         return learned, {"penalty": penalty, "fisher_mean": fisher_mean, "important_share": share, **fit.diagnostics()}
@@ -102,13 +102,13 @@ class EWC:
         self, world: World, state: AnchoredState, model: SASRec, slice_: TimeSlice, newest: int
     ) -> tuple[AnchoredState, float]:
         """The learned weights as the next anchor, and the mean of this slice's Fisher before it was scaled."""
-        examples = drawn_examples(world, readable(world, slice_), self.examples, self.negatives, "ewc")
+        examples = draw_examples(world, readable(world, slice_), self.examples, self.negatives, "ewc")
         rng = stream(world.config.seed, "ewc-labels", slice_.index)
-        added, mean = scaled_to_mean_one(diagonal_fisher(model, examples, self.labels, rng))
-        anchor, old = weights_of(model), padded(state.importance, added)
+        added, mean = scale_to_mean_one(diagonal_fisher(model, examples, self.labels, rng))
+        anchor, old = weights_of(model), pad_rows(state.importance, added)
         old = {name: self.decay * tensor for name, tensor in old.items()}
         if self.anchors == "separate":
-            anchor = joint_anchor(padded(state.anchor, added), old, anchor, added)
+            anchor = joint_anchor(pad_rows(state.anchor, added), old, anchor, added)
         total = {name: old[name] + added[name] for name in added}
         newest = max(state.newest_target, newest, examples.newest)
         return AnchoredState(model, slice_.index, newest, anchor, total), mean

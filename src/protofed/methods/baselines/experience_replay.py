@@ -37,7 +37,7 @@ from protofed.methods.baselines.buffer import (
     weighted_choice,
     within,
 )
-from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, started
+from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, start_from_backbone
 from protofed.methods.protocol import Diagnostics, World
 from protofed.seeds import numpy_stream, stream
 from protofed.slices.histories import Histories, Queries
@@ -77,7 +77,7 @@ def learn_with_replay(
     return model, {**fit, "replay_buffer": len(buffer), "replay_loss": 0.0, **notes.means()}
 
 
-def balanced(events: np.ndarray, users: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
+def draw_evenly(events: np.ndarray, users: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
     """n of the events such that nobody has two more than somebody who could have had more, drawn at random."""
     order = rng.permutation(len(events))
     by_round = np.argsort(rank_within(users[order]), kind="stable")
@@ -96,7 +96,7 @@ class ERRandom:
         within("beta", self.beta, 0, MAX_WEIGHT)
 
     def start(self, world: World) -> ReplayState:
-        empty = ReplayState(started(world), torch.zeros(0, dtype=torch.int64), 0)
+        empty = ReplayState(start_from_backbone(world), torch.zeros(0, dtype=torch.int64), 0)
         return self._kept(world, empty, world.base)
 
     def learn(
@@ -111,7 +111,7 @@ class ERRandom:
         old, new = state.buffer.cpu().numpy(), slice_.train_positions
         if self.user_balanced:
             both = np.concatenate([old, new])
-            kept, seen = balanced(both, slice_.past.users[both], capacity, rng), state.seen + len(new)
+            kept, seen = draw_evenly(both, slice_.past.users[both], capacity, rng), state.seen + len(new)
         else:
             kept, seen = reservoir(old, state.seen, new, capacity, rng)
         return replace(state, buffer=torch.from_numpy(kept), seen=seen)
@@ -123,7 +123,7 @@ class ERRandom:
         return replace(backbone_evidence(state.model), newest_target=newest(state.model, state.buffer))
 
 
-def counted(degree: Int[Tensor, " n"], met: np.ndarray) -> Int[Tensor, " m"]:
+def add_degrees(degree: Int[Tensor, " n"], met: np.ndarray) -> Int[Tensor, " m"]:
     """The degrees with these codes counted in."""
     more = torch.from_numpy(np.bincount(met, minlength=len(degree)))
     return more + torch.nn.functional.pad(degree.cpu(), (0, len(more) - len(degree)))
@@ -152,7 +152,7 @@ class ERFreq:
 
     def start(self, world: World) -> DegreeState:
         none = torch.zeros(0, dtype=torch.int64)
-        return self._kept(world, DegreeState(started(world), none, none, none), world.base)
+        return self._kept(world, DegreeState(start_from_backbone(world), none, none, none), world.base)
 
     def learn(
         self, world: World, state: DegreeState, slice_: TimeSlice, descend: Descend
@@ -163,8 +163,8 @@ class ERFreq:
 
     def _kept(self, world: World, state: DegreeState, slice_: TimeSlice) -> DegreeState:
         past, new = slice_.past, slice_.train_positions
-        user_degree = counted(state.user_degree, past.users[new])
-        item_degree = counted(state.item_degree, past.items[past.place[new]])
+        user_degree = add_degrees(state.user_degree, past.users[new])
+        item_degree = add_degrees(state.item_degree, past.items[past.place[new]])
         both = np.concatenate([state.buffer.cpu().numpy(), new])
         weights = event_weights(past, both, user_degree.numpy(), item_degree.numpy(), self.mode)
         rng = numpy_stream(world.config.seed, "er-freq", slice_.index)

@@ -15,10 +15,10 @@ from protofed.client.lessons import ClientData, chunks, stack_size
 from protofed.federation.rounds import Costs, server_noise, summarise_rounds, toss_coins
 from protofed.federation.stacked import (
     PROMPT,
+    ClientWeights,
     LocalSteps,
     Losses,
     PairedWindows,
-    Stack,
     clipped_sum,
     deltas_of,
     draw_negatives_of_steps,
@@ -88,7 +88,7 @@ def plain_losses(world: World) -> LossesFor:
     def losses_for(server: Server, lesson: PairedWindows, users: Int[Tensor, " U"], round_: int) -> Losses:
         fixed = broadcast_rows(server, lesson)
 
-        def losses(at: Stack, step: int) -> Tensor:
+        def losses(at: ClientWeights, step: int) -> Tensor:
             table = own_or_fixed(server, lesson, at.rows, fixed)
             windows, against = lesson.windows, lesson.negatives[step]
             return stacked_losses(server.model, server.layout, at.dense, windows, against, element_loss, table)
@@ -170,7 +170,7 @@ def train_cohort(
     local: LocalSteps,
     round_: int,
     losses_for: LossesFor,
-) -> tuple[Stack, Stack, PairedWindows, Float[Tensor, " U"]]:
+) -> tuple[ClientWeights, ClientWeights, PairedWindows, Float[Tensor, " U"]]:
     """A stack of clients before and after its local steps, with its training windows and losses."""
     training = world.config.training
     key = ROUND_KEYS + round_ * STEPS_PER_ROUND
@@ -179,7 +179,7 @@ def train_cohort(
     )
     lesson = pair_items(windows, negatives, len(users))
     weights = flatten(weights_of(server.model, server.prompt), server.layout)
-    start = Stack(weights.repeat(len(users), 1), broadcast_rows(server, lesson))
+    start = ClientWeights(weights.repeat(len(users), 1), broadcast_rows(server, lesson))
     end, loss = train_stack(start, lesson.clients, losses_for(server, lesson, users, round_), local)
     return start, end, lesson, loss
 

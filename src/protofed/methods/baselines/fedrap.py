@@ -38,11 +38,11 @@ from protofed.client.own_rows import (
     write_back,
 )
 from protofed.federation.stacked import (
+    ClientWeights,
     Layout,
     LocalSteps,
     Losses,
     PairedWindows,
-    Stack,
     draw_negatives_of_steps,
     layout_of,
     pair_items,
@@ -152,7 +152,7 @@ def round_losses(method: "FedRAP", state: FedRAPState, element_loss: ElementLoss
         b, _ = copies_of(state.shared, users, torch.zeros_like(server.model.mean_row))
         vectors, head, weights = biases(server.model, b), head_of(server.model), method.penalties(round_)
 
-        def losses(at: Stack, step: int) -> Tensor:
+        def losses(at: ClientWeights, step: int) -> Tensor:
             c = own_or_fixed(server, lesson, at.rows, fixed)
             windows, against = lesson.windows, lesson.negatives[step]
             rec = stacked_losses(server.model, head, vectors, windows, against, element_loss, c + d)
@@ -169,7 +169,7 @@ def own_losses(
     """The loss of D (the rows of a stack of clients) and b (its vectors) at each step, C being what was broadcast."""
     head = head_of(model)
 
-    def losses(at: Stack, step: int) -> Tensor:
+    def losses(at: ClientWeights, step: int) -> Tensor:
         lesson = lessons[step]
         c = model.embed(lesson.items)
         d, met = own_at(replace(own, rows=at.rows), lesson.clients, lesson.items)
@@ -211,7 +211,7 @@ def own_steps(
         lessons = [pair_items(windows, each[None], n) for each in negatives]
         part, place = subset(own, users[where])
         losses = own_losses(model, part, lessons, weights, LOSSES[training.loss])
-        end, _ = train_stack(Stack(b[where], part.rows), part.clients, losses, local)
+        end, _ = train_stack(ClientWeights(b[where], part.rows), part.clients, losses, local)
         own = write_back(own, place, replace(part, rows=end.rows))
         learned.append(end.dense)
     return FedRAPState(with_copies(state.shared, users, torch.cat(learned)), own)

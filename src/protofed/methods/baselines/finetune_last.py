@@ -19,9 +19,9 @@ from torch import Tensor
 from protofed.backbone.extras import Extra
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend, Fit, Task, Trainable, train
-from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, started
+from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, start_from_backbone
 from protofed.methods.protocol import Diagnostics, World
-from protofed.methods.variants import is_peft, parts_to_train, prompted
+from protofed.methods.variants import attach_prompt, is_peft, parts_to_train
 from protofed.progress import Progress
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
@@ -62,7 +62,7 @@ class FineTuneLast:
     cold: bool = False
 
     def start(self, world: World) -> BackboneState:
-        return started(world)
+        return start_from_backbone(world)
 
     def learn(
         self, world: World, state: BackboneState, slice_: TimeSlice, descend: Descend
@@ -78,7 +78,7 @@ class FineTuneLast:
         if not self.cold:
             return warm, new
         if is_peft(world):
-            return prompted(world, warm, "cold-start", slice_.index), new
+            return attach_prompt(world, warm, "cold-start", slice_.index), new
         rng = stream(world.config.seed, "cold-start", slice_.index)
         return SASRec(world.config.backbone, slice_.n_train_items, rng).to(warm.items.device), new
 

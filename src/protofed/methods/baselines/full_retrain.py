@@ -26,10 +26,10 @@ from protofed.methods.frozen import (
     backbone_scores,
     on_base_block,
     rows_for,
-    started,
+    start_from_backbone,
 )
 from protofed.methods.protocol import Diagnostics, World
-from protofed.methods.variants import is_peft, parts_to_train, prompted
+from protofed.methods.variants import attach_prompt, is_peft, parts_to_train
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
 from protofed.slices.leaks import Evidence
@@ -51,7 +51,7 @@ def first_weights(world: World, state: BackboneState, slice_: TimeSlice) -> tupl
     """
     if is_peft(world):
         first, new = rows_for(world, state.backbone, slice_)
-        return prompted(world, first, "full-retrain", slice_.index), new
+        return attach_prompt(world, first, "full-retrain", slice_.index), new
     if world.config.privacy.wrap:
         return rows_for(world, world.backbone, slice_)
     rng = stream(world.config.seed, "full-retrain", slice_.index)
@@ -81,7 +81,7 @@ def train_on(
 @dataclass(frozen=True, slots=True)
 class FullRetrain:
     def start(self, world: World) -> BackboneState:
-        return started(world)
+        return start_from_backbone(world)
 
     def learn(
         self, world: World, state: BackboneState, slice_: TimeSlice, descend: Descend

@@ -94,7 +94,7 @@ class SprungInRounds(AroundRounds):
         optimiser.step()
 
 
-def drawn_back(
+def learn_anchored(
     world: World, state: AnchoredState, slice_: TimeSlice, descend: Descend, strength: float
 ) -> tuple[SASRec, Fit, float]:
     """The slice fine-tuned under strength * sum of importance * (weight - anchor)^2, and the mean of that penalty."""
@@ -125,7 +125,7 @@ def quadratic(weights: Weights, anchor: Weights, importance: Weights) -> Float[T
     return torch.stack(parts).sum()
 
 
-def learned_again(model: SASRec) -> dict[str, nn.Parameter]:
+def weights_that_learn(model: SASRec) -> dict[str, nn.Parameter]:
     """What every slice trains, by name: small modules where there are any, or else everything.
 
     A frozen backbone's item rows are learned in one slice only, so later ones cannot spoil them.
@@ -135,11 +135,11 @@ def learned_again(model: SASRec) -> dict[str, nn.Parameter]:
 
 def weights_of(model: SASRec) -> dict[str, Tensor]:
     """A copy of every weight that slices train, by name."""
-    return {name: parameter.detach().clone() for name, parameter in learned_again(model).items()}
+    return {name: parameter.detach().clone() for name, parameter in weights_that_learn(model).items()}
 
 
 def zeros_of(model: SASRec) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(parameter) for name, parameter in learned_again(model).items()}
+    return {name: torch.zeros_like(parameter) for name, parameter in weights_that_learn(model).items()}
 
 
 def on(weights: Weights, device: torch.device) -> dict[str, Tensor]:
@@ -147,7 +147,7 @@ def on(weights: Weights, device: torch.device) -> dict[str, Tensor]:
     return {name: tensor.to(device) for name, tensor in weights.items()}
 
 
-def padded(old: Weights, like: Weights) -> dict[str, Tensor]:
+def pad_rows(old: Weights, like: Weights) -> dict[str, Tensor]:
     """`old` in the shapes of `like`, on its device; rows that `old` does not have are zero."""
     bigger = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
     for name, tensor in old.items():
@@ -155,7 +155,7 @@ def padded(old: Weights, like: Weights) -> dict[str, Tensor]:
     return bigger
 
 
-def scaled_to_mean_one(importance: Weights) -> tuple[dict[str, Tensor], float]:
+def scale_to_mean_one(importance: Weights) -> tuple[dict[str, Tensor], float]:
     """The importances divided by the mean of those that are not zero, and that mean."""
     total = sum(float(tensor.double().sum()) for tensor in importance.values())
     mean = total / max(sum(int((tensor != 0).sum()) for tensor in importance.values()), 1)
@@ -180,7 +180,7 @@ class Examples:
         return len(self.tokens)
 
 
-def drawn_examples(world: World, slice_: TimeSlice, n: int, n_negatives: int, purpose: str) -> Examples:
+def draw_examples(world: World, slice_: TimeSlice, n: int, n_negatives: int, purpose: str) -> Examples:
     """Up to `n` of the slice's train events, each with uniform negatives other than its own item."""
     names = (world.config.seed, purpose, slice_.index)
     train, past = slice_.train_positions, slice_.past
@@ -199,7 +199,7 @@ def first_places(items: Int[Tensor, "B K"]) -> Int[Tensor, "B K"]:
     return (items[:, :, None] == items[:, None, :]).int().argmax(-1)
 
 
-def read(model: SASRec, tokens: Int[Tensor, " L"], candidates: Int[Tensor, " C"]) -> tuple[Tensor, Tensor]:
+def encode_and_score(model: SASRec, tokens: Int[Tensor, " L"], candidates: Int[Tensor, " C"]) -> tuple[Tensor, Tensor]:
     """The last state of one history, and its candidates' scores."""
     hidden = model.last_hidden(tokens[None])[0]
     return hidden, model.embed(candidates) @ hidden
@@ -213,12 +213,12 @@ def mean_gradient_sizes(
     Each example sees a table of its own items only, so that its gradient never has the size of the catalogue.
     """
     totals = zeros_of(model)
-    shared = {name: weight.detach() for name, weight in learned_again(model).items() if name != "items"}
+    shared = {name: weight.detach() for name, weight in weights_that_learn(model).items() if name != "items"}
 
     def one(weights: Weights, rows: Tensor, known: Tensor, tokens: Tensor, asked: Tensor, choice: Tensor) -> Tensor:
         local = {**weights, "items": rows, "has_row": known}
         with sdpa_kernel(SDPBackend.MATH):  # the one that vmap knows how to batch
-            hidden, logits = lending(model, local, lambda: read(model, tokens, asked))
+            hidden, logits = lending(model, local, lambda: encode_and_score(model, tokens, asked))
         return objective(hidden, logits, choice)
 
     gradients: Callable[..., tuple[dict[str, Tensor], Tensor]]

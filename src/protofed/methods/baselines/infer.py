@@ -26,10 +26,11 @@ from typing import Literal
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch import Tensor
+from torch.func import grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from protofed.backbone.functional import lending
 from protofed.backbone.losses import LOSSES, draw_negatives, window_losses
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.small_modules import small_parameters
@@ -44,7 +45,7 @@ from protofed.methods.baselines.buffer import (
     within,
 )
 from protofed.methods.baselines.experience_replay import MAX_WEIGHT, learn_with_replay
-from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, readable, started
+from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, readable, start_from_backbone
 from protofed.methods.protocol import Diagnostics, World
 from protofed.methods.variants import learning_rate
 from protofed.seeds import numpy_stream, stream
@@ -67,23 +68,23 @@ class InferState:
     judged: Bool[Tensor, " n"]
 
 
-class EventLosses(nn.Module):
-    """The loss of each event, as a module whose weights `functional_call` can replace."""
+@dataclass(frozen=True, slots=True)
+class EventLosses:
+    """The loss of each event, with other weights in place of some of the model's."""
 
-    def __init__(self, model: SASRec, loss: str) -> None:
-        super().__init__()
-        self.model, self.loss = model, loss
+    model: SASRec
+    loss: str
 
-    def forward(self, events: Windows, negatives: Int[Tensor, "W n"]) -> Float[Tensor, " W"]:
-        return window_losses(self.model, events, negatives, LOSSES[self.loss])[0]
+    def __call__(self, weights: Weights, events: Windows, negatives: Int[Tensor, "W n"]) -> Float[Tensor, " W"]:
+        return lending(self.model, weights, lambda: window_losses(self.model, events, negatives, LOSSES[self.loss])[0])
 
     def dense_tail(self) -> Weights:
         """The last block and the last LayerNorm, or the small modules where they are what trains: no item rows."""
         small = small_parameters(self.model)
         if small:
-            return {f"model.{name}": p.detach() for name, p in small.items()}
-        last = f"model.blocks.{len(self.model.blocks) - 1}."
-        return {name: p.detach() for name, p in self.named_parameters() if name.startswith((last, "model.norm."))}
+            return {name: p.detach() for name, p in small.items()}
+        last = f"blocks.{len(self.model.blocks) - 1}."
+        return {name: p.detach() for name, p in self.model.named_parameters() if name.startswith((last, "norm."))}
 
 
 @contextmanager
@@ -105,7 +106,7 @@ def mean_gradient(losses: EventLosses, weights: Weights, asked: Asked) -> Weight
     """The gradient of the mean loss."""
     total = {name: torch.zeros_like(value) for name, value in weights.items()}
     for events, negatives in asked:
-        part = grad(lambda w, e=events, n=negatives: functional_call(losses, w, (e, n)).sum())(weights)
+        part = grad(lambda w, e=events, n=negatives: losses(w, e, n).sum())(weights)
         total = {name: value + part[name] for name, value in total.items()}
     n = max(sum(len(events) for events, _ in asked), 1)
     return {name: value / n for name, value in total.items()}
@@ -117,7 +118,7 @@ def inner_products(losses: EventLosses, weights: Weights, along: Weights, asked:
     for events, negatives in asked:
 
         def slope(counted: Tensor, e: Windows = events, n: Tensor = negatives) -> Tensor:
-            return dot(grad(lambda w: (counted * functional_call(losses, w, (e, n))).sum())(weights), along)
+            return dot(grad(lambda w: (counted * losses(w, e, n)).sum())(weights), along)
 
         parts.append(grad(slope)(torch.ones(len(events), device=negatives.device)))
     return torch.cat(parts)
@@ -128,8 +129,7 @@ def gradient_norms(losses: EventLosses, weights: Weights, asked: Asked, chunk: i
 
     def one(w: Weights, users: Tensor, tokens: Tensor, sources: Tensor, targets: Tensor, drawn: Tensor) -> Tensor:
         event = Windows(users[None], tokens[None], sources[None], targets[None], users[None])
-        loss: Tensor = functional_call(losses, w, (event, drawn[None]))[0]
-        return loss
+        return losses(w, event, drawn[None])[0]
 
     parts = [torch.zeros(0, device=next(iter(weights.values())).device)]
     per_event = vmap(grad(one), in_dims=(None, 0, 0, 0, 0, 0), chunk_size=chunk)
@@ -146,7 +146,7 @@ def earlier_validation(slice_: TimeSlice, *, base_only: bool = False) -> np.ndar
     return np.concatenate([np.zeros(0, dtype=np.int64), *parts])
 
 
-def sorted_sample(positions: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
+def draw_sorted(positions: np.ndarray, n: int, rng: np.random.Generator) -> np.ndarray:
     """At most n of the positions, drawn without replacement."""
     return np.sort(rng.permutation(positions)[:n])
 
@@ -179,7 +179,7 @@ def conjugate_gradients(apply: Callable[[Weights], Weights], right: Weights, ste
     return x
 
 
-def preconditioned(losses: EventLosses, weights: Weights, right: Weights, asked: Asked, damping: float) -> Weights:
+def precondition(losses: EventLosses, weights: Weights, right: Weights, asked: Asked, damping: float) -> Weights:
     """(H + damping I)^-1 right, H the Hessian of the mean loss over these events."""
 
     def damped(direction: Weights) -> Weights:
@@ -235,7 +235,9 @@ class Infer:
         drawn = numpy_stream(world.config.seed, "infer", "base").random(len(base))
         kept = best_per_slice(np.zeros_like(base), world.base.past.users[base], drawn, capacity, self.per_user)
         buffer = torch.from_numpy(base[kept])
-        return InferState(started(world), buffer, torch.zeros(len(buffer)), torch.zeros(len(buffer), dtype=torch.bool))
+        return InferState(
+            start_from_backbone(world), buffer, torch.zeros(len(buffer)), torch.zeros(len(buffer), dtype=torch.bool)
+        )
 
     def learn(
         self, world: World, state: InferState, slice_: TimeSlice, descend: Descend
@@ -268,14 +270,14 @@ class Infer:
         weights = losses.dense_tail()
         rng = numpy_stream(world.config.seed, "infer", slice_.index)
         held_out = earlier_validation(slice_, base_only=world.config.privacy.wrap)
-        reference = sorted_sample(held_out, self.reference, rng)
+        reference = draw_sorted(held_out, self.reference, rng)
         candidates = with_negatives(world, slice_, events, "candidates", device)
         with differentiable_attention():
             along = mean_gradient(losses, weights, with_negatives(world, slice_, reference, "reference", device))
             if self.estimate == "vanilla":
-                some = sorted_sample(readable(world, slice_).train_positions, EVENTS_AT_ONCE, rng)
+                some = draw_sorted(readable(world, slice_).train_positions, EVENTS_AT_ONCE, rng)
                 curvature = with_negatives(world, slice_, some, "curvature", device)
-                along = preconditioned(losses, weights, along, curvature, self.damping)
+                along = precondition(losses, weights, along, curvature, self.damping)
             slopes = inner_products(losses, weights, along, candidates)
             if self.cosine:
                 lengths = gradient_norms(losses, weights, candidates) * dot(along, along).sqrt()

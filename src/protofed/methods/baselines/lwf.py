@@ -23,7 +23,7 @@ from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend
 from protofed.methods.baselines.finetune_last import fine_tuned
 from protofed.methods.baselines.importance import first_places
-from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, started
+from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, start_from_backbone
 from protofed.methods.protocol import Diagnostics, World
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
@@ -61,7 +61,7 @@ def newest_targets(batch: Windows) -> Int[Tensor, " W"]:
 
 
 @torch.no_grad()
-def graded(teacher: SASRec, known: Int[Tensor, " n"], batch: Windows, lists: Lists, lots: Lots) -> Graded:
+def grade_lists(teacher: SASRec, known: Int[Tensor, " n"], batch: Windows, lists: Lists, lots: Lots) -> Graded:
     """The list of each window, out of the items known to the teacher, and the teacher's logits on it."""
     hidden = last_states(teacher, batch)
     pool = known if len(known) <= lists.pool else known[lots.integers(len(known), (lists.pool,))]
@@ -102,7 +102,7 @@ def imitating(
     known = known_items(teacher)
 
     def losses(model: SASRec, batch: Windows, lots: Lots, notes: Notes) -> Float[Tensor, " W"]:
-        asked = graded(teacher, known, batch, lists, lots)
+        asked = grade_lists(teacher, known, batch, lists, lots)
         student = logits_of(model, last_states(model, batch), asked.items)
         apart, n = divergence(asked.logits, student, asked.real, temperature), real_targets(batch)
         notes.add("divergence", (apart * (n > 0)).sum(), (n > 0).sum())
@@ -118,7 +118,7 @@ class LwF:
     lists: Lists = field(default_factory=Lists)
 
     def start(self, world: World) -> BackboneState:
-        return started(world)
+        return start_from_backbone(world)
 
     def learn(
         self, world: World, state: BackboneState, slice_: TimeSlice, descend: Descend

@@ -27,16 +27,16 @@ from protofed.methods.baselines.importance import (
     AnchoredState,
     Examples,
     Objective,
-    drawn_back,
-    drawn_examples,
+    draw_examples,
+    learn_anchored,
     mean_gradient_sizes,
-    padded,
-    scaled_to_mean_one,
+    pad_rows,
+    scale_to_mean_one,
     share_above_zero,
     weights_of,
     zeros_of,
 )
-from protofed.methods.frozen import backbone_evidence, backbone_scores, readable, started
+from protofed.methods.frozen import backbone_evidence, backbone_scores, readable, start_from_backbone
 from protofed.methods.protocol import Diagnostics, World
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
@@ -74,7 +74,7 @@ class MAS:
     candidates: int = 100
 
     def start(self, world: World) -> AnchoredState:
-        begun = started(world)
+        begun = start_from_backbone(world)
         model = begun.backbone
         nothing = AnchoredState(model, begun.slice_index, begun.newest_target, weights_of(model), zeros_of(model))
         return self._consolidated(world, nothing, model, world.base, begun.newest_target)[0]
@@ -82,7 +82,7 @@ class MAS:
     def learn(
         self, world: World, state: AnchoredState, slice_: TimeSlice, descend: Descend
     ) -> tuple[AnchoredState, Diagnostics]:
-        model, fit, penalty = drawn_back(world, state, slice_, descend, self.strength)
+        model, fit, penalty = learn_anchored(world, state, slice_, descend, self.strength)
         learned, mean = self._consolidated(world, state, model, slice_, fit.newest_target)
         share = share_above_zero(learned.importance)
         return learned, {"penalty": penalty, "sensitivity_mean": mean, "important_share": share, **fit.diagnostics()}
@@ -92,8 +92,8 @@ class MAS:
     ) -> tuple[AnchoredState, float]:
         """The learned weights as the next anchor, and the mean of this slice's importances before they were scaled."""
         examples = self._unlabelled(world, slice_)
-        added, mean = scaled_to_mean_one(sensitivity(model, examples, self.output))
-        old = padded(state.importance, added)
+        added, mean = scale_to_mean_one(sensitivity(model, examples, self.output))
+        old = pad_rows(state.importance, added)
         share = 0.5 if self.accumulate == "average" and slice_.index > world.base.index else 1.0
         kept = 1.0 if self.accumulate == "sum" else 1 - share
         total = {name: kept * old[name] + share * added[name] for name in added}
@@ -102,7 +102,7 @@ class MAS:
 
     def _unlabelled(self, world: World, slice_: TimeSlice) -> Examples:
         """Train histories with items that do not depend on what was met."""
-        drawn = drawn_examples(world, readable(world, slice_), self.examples, 0, "mas")
+        drawn = draw_examples(world, readable(world, slice_), self.examples, 0, "mas")
         rng = stream(world.config.seed, "mas-candidates", slice_.index)
         uniform = torch.randint(slice_.n_train_items, (len(drawn), self.candidates), generator=rng)
         return replace(drawn, candidates=uniform.to(drawn.candidates.device))

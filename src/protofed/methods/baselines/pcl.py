@@ -26,7 +26,7 @@ from protofed.backbone.new_items import only_rows
 from protofed.backbone.sasrec import Embed, SASRec
 from protofed.backbone.training import Descend, ParameterGroups, Task, Trainable, train
 from protofed.methods.baselines.extended import Extended, plain
-from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, started
+from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, start_from_backbone
 from protofed.methods.protocol import Diagnostics, World
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
@@ -89,7 +89,7 @@ class PCLState(BackboneState):
     attention: Float[Tensor, "3 d d"]
 
 
-def prompted(state: PCLState) -> Prompted:
+def prompted_model(state: PCLState) -> Prompted:
     return Prompted(state.backbone, state.prompts, state.attention)
 
 
@@ -100,7 +100,7 @@ class PCL:
     batch: int = 256  # targets per step
 
     def start(self, world: World) -> PCLState:
-        begun, d, device = started(world), world.config.backbone.width, world.backbone.items.device
+        begun, d, device = start_from_backbone(world), world.config.backbone.width, world.backbone.items.device
         attention, rng = torch.empty(3, d, d), stream(world.config.seed, "pcl")
         for matrix in attention:
             nn.init.xavier_uniform_(matrix, generator=rng)
@@ -130,7 +130,7 @@ class PCL:
     def score(self, world: World, state: PCLState, queries: Queries) -> Float[Tensor, "B I"]:
         if not len(state.prompts):
             return backbone_scores(state, queries)
-        model = prompted(state)
+        model = prompted_model(state)
         return model.scores(model.last_hidden(queries.tokens), queries.n_items)
 
     def evidence(self, state: PCLState) -> Evidence:

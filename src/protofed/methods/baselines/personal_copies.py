@@ -11,9 +11,9 @@ from protofed.backbone.sasrec import SASRec
 from protofed.client.lessons import ClientData, chunks, stack_size
 from protofed.federation.stacked import (
     PROMPT,
+    ClientWeights,
     Layout,
     LocalSteps,
-    Stack,
     draw_negatives_of_steps,
     flatten,
     layout_of,
@@ -59,7 +59,7 @@ def personalise(
             windows, local.steps, training.negatives, n_items, seed=world.config.seed, key=key
         )
 
-        def losses(at: Stack, step: int, windows: Windows = windows, negatives: Tensor = negatives) -> Tensor:
+        def losses(at: ClientWeights, step: int, windows: Windows = windows, negatives: Tensor = negatives) -> Tensor:
             element_loss = LOSSES[training.loss]
             return stacked_losses(server.model, layout, at.dense, windows, negatives[step], element_loss)
 
@@ -70,9 +70,9 @@ def personalise(
     return torch.cat(parts)
 
 
-def without_rows(dense: Float[Tensor, "U D"], width: int) -> Stack:
+def without_rows(dense: Float[Tensor, "U D"], width: int) -> ClientWeights:
     """A stack that trains no item rows."""
-    return Stack(dense, dense.new_zeros(0, width))
+    return ClientWeights(dense, dense.new_zeros(0, width))
 
 
 def copies_of(

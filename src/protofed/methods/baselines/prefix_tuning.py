@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from jaxtyping import Float
 from torch import Tensor
 
-from protofed.backbone.small_modules import folded, modules_and_rows, reparametrised, small_parameters, with_prefix
+from protofed.backbone.small_modules import fold_prefix, modules_and_rows, reparametrise, small_parameters, with_prefix
 from protofed.backbone.training import Descend
 from protofed.methods.baselines.buffer import within
 from protofed.methods.baselines.finetune_last import fine_tuned
-from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, started
+from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, start_from_backbone
 from protofed.methods.protocol import Diagnostics, World
 from protofed.methods.variants import n_trained, way_of_modules
 from protofed.seeds import stream
@@ -41,16 +41,16 @@ class PrefixTuning:
 
     def start(self, world: World) -> BackboneState:
         rng = stream(world.config.seed, "prefix-tuning", "start")
-        return replace(started(world), backbone=with_prefix(world.backbone, self.length, rng))
+        return replace(start_from_backbone(world), backbone=with_prefix(world.backbone, self.length, rng))
 
     def learn(
         self, world: World, state: BackboneState, slice_: TimeSlice, descend: Descend
     ) -> tuple[BackboneState, Diagnostics]:
         grown, new = rows_for(world, state.backbone, slice_)
-        first = reparametrised(grown, self.inner, stream(world.config.seed, "prefix-tuning", slice_.index))
+        first = reparametrise(grown, self.inner, stream(world.config.seed, "prefix-tuning", slice_.index))
         trainable = modules_and_rows(new, self.learning_rate)
         network, fit = fine_tuned(world, (first, new), slice_, descend, trainable=trainable)
-        model = folded(network)
+        model = fold_prefix(network)
         learned = BackboneState(model, slice_.index, max(state.newest_target, fit.newest_target))
         return learned, {
             **replace(fit, trainable=n_trained(model, new)).diagnostics(),

@@ -26,7 +26,7 @@ from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend
 from protofed.errors import ConfigError
 from protofed.methods.baselines.buffer import fine_tuned_state
-from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, started
+from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, start_from_backbone
 from protofed.methods.protocol import Diagnostics, World
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
@@ -68,7 +68,7 @@ def scores_of(model: SASRec, batch: Windows, hidden: Float[Tensor, "W P d"], neg
 
 
 @torch.no_grad()
-def mixed_negatives(
+def mix_negatives(
     last: SASRec, hidden: Float[Tensor, "W P d"], n: int, pool: int, n_items: int, lots: Lots
 ) -> Int[Tensor, "W P m"]:
     """Per target n // 2 uniform items and the n - n // 2 the last version scores highest in a uniform pool."""
@@ -94,7 +94,7 @@ class ReLoop:
             raise ConfigError(f"negatives must lie between 2 and the pool of {self.pool}, got {self.negatives}")
 
     def start(self, world: World) -> BackboneState:
-        return started(world)
+        return start_from_backbone(world)
 
     def learn(
         self, world: World, state: BackboneState, slice_: TimeSlice, descend: Descend
@@ -112,7 +112,7 @@ class ReLoop:
         def losses(model: SASRec, batch: Windows, lots: Lots, notes: Notes) -> Float[Tensor, " W"]:
             with torch.no_grad():
                 hidden = states_at_sources(last, batch)
-                negatives = mixed_negatives(last, hidden, self.negatives, self.pool, slice_.n_train_items, lots)
+                negatives = mix_negatives(last, hidden, self.negatives, self.pool, slice_.n_train_items, lots)
                 before = scores_of(last, batch, hidden, negatives)
             real = batch.targets != NO_TARGET
             valid = last.knows(negatives) & (negatives != batch.targets[..., None]) & real[..., None]

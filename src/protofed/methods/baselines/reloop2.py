@@ -28,7 +28,7 @@ from protofed.backbone.losses import draw_negatives
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend
 from protofed.methods.baselines.buffer import event_windows, fine_tuned_state, in_chunks, within
-from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, started
+from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, start_from_backbone
 from protofed.methods.protocol import Diagnostics, World
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
@@ -78,7 +78,9 @@ def codes(
     return sides
 
 
-def written(memory: ErrorMemory, buckets: Int[Tensor, "N R"], errors: Float[Tensor, " N"], newest: int) -> ErrorMemory:
+def add_sketch(
+    memory: ErrorMemory, buckets: Int[Tensor, "N R"], errors: Float[Tensor, " N"], newest: int
+) -> ErrorMemory:
     """The memory with one more slice's sketch."""
     sums, counts = (torch.zeros(memory.sums.shape[1:], device=errors.device) for _ in range(2))
     for table in range(len(sums)):
@@ -107,7 +109,7 @@ def readable(memory: ErrorMemory, times: Int[Tensor, " B"]) -> Int[Tensor, " B"]
     return (memory.newest[None, :] < times[:, None]).long().cumprod(1).sum(1)
 
 
-def estimated_errors(
+def estimate_errors(
     model: SASRec, memory: ErrorMemory, hidden: Float[Tensor, "B d"], times: Int[Tensor, " B"], n: int, decay: float
 ) -> Float[Tensor, "B I"]:
     """ê of every available item: the mean over tables of its bucket's mean error."""
@@ -146,7 +148,7 @@ class ReLoop2:
         planes = torch.randn(self.tables, self.bits, world.config.backbone.width, generator=rng).to(device)
         none = torch.zeros(0, dtype=torch.int64, device=device)
         return MemoryState(
-            started(world),
+            start_from_backbone(world),
             ErrorMemory(planes, torch.zeros(shape, device=device), torch.zeros(shape, device=device), none),
         )
 
@@ -157,7 +159,7 @@ class ReLoop2:
         buckets, errors = self._served(world, state, learned.backbone, slice_)
         positions = slice_.train_positions
         newest = int(slice_.times[positions].max()) if len(positions) else torch.iinfo(torch.int64).min
-        memory = written(state.memory, buckets, errors, newest)
+        memory = add_sketch(state.memory, buckets, errors, newest)
         diagnostics = {
             "memory_entries": len(errors),
             "memory_mean_absolute_error": float(errors.abs().mean()) if len(errors) else 0.0,
@@ -197,7 +199,7 @@ class ReLoop2:
         model, parts = state.model.backbone, []
         for chunk in torch.arange(len(queries), device=plain.device).split(QUERIES_AT_ONCE):
             hidden, times = model.last_hidden(queries.tokens[chunk]), queries.times[chunk]
-            parts.append(estimated_errors(model, state.memory, hidden, times, queries.n_items, self.decay))
+            parts.append(estimate_errors(model, state.memory, hidden, times, queries.n_items, self.decay))
         return p + self.weight * torch.cat(parts) if parts else p
 
     def evidence(self, state: MemoryState) -> Evidence:

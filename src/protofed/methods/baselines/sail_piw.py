@@ -33,8 +33,8 @@ from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend, ParameterGroups
 from protofed.methods.baselines.finetune_last import fine_tuned
 from protofed.methods.baselines.importance import on
-from protofed.methods.baselines.lwf import Lists, divergence, graded, known_items, logits_of
-from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, started
+from protofed.methods.baselines.lwf import Lists, divergence, grade_lists, known_items, logits_of
+from protofed.methods.frozen import BackboneState, backbone_evidence, backbone_scores, rows_for, start_from_backbone
 from protofed.methods.protocol import Diagnostics, World
 from protofed.methods.variants import parts_to_train
 from protofed.seeds import seeded, stream
@@ -74,7 +74,7 @@ class Weighting(nn.Module):
         return F.softplus(self.narrow(F.relu(self.widen(change))))[:, 0]
 
 
-def scaled(weights: Float[Tensor, " W"], counts: Bool[Tensor, " W"]) -> Float[Tensor, " W"]:
+def scale_to_mean_one(weights: Float[Tensor, " W"], counts: Bool[Tensor, " W"]) -> Float[Tensor, " W"]:
     """Weights of mean 1 over those that count; 0 for the others."""
     weights = weights * counts
     return weights * counts.sum() / weights.sum().clamp(min=1e-9)
@@ -123,7 +123,7 @@ class SailPIW:
     lists: Lists = field(default_factory=Lists)
 
     def start(self, world: World) -> PersonalState:
-        begun = started(world)
+        begun = start_from_backbone(world)
         weighting = self._drawn(world).state_dict()
         return PersonalState(begun.backbone, begun.slice_index, begun.newest_target, dict(weighting))
 
@@ -177,11 +177,11 @@ class SailPIW:
         returning = returning_users(slice_).to(device)
 
         def losses(model: SASRec, batch: Windows, lots: Lots, notes: Notes) -> Float[Tensor, " W"]:
-            asked, hidden = graded(teacher, known, batch, self.lists, lots), last_states(model, batch)
+            asked, hidden = grade_lists(teacher, known, batch, self.lists, lots), last_states(model, batch)
             apart = divergence(asked.logits, logits_of(model, hidden, asked.items), asked.real, self.temperature)
             n = real_targets(batch)
             counts = returning[batch.users] & (n > 0)
-            weights = scaled(weighting(asked.hidden, hidden), counts)
+            weights = scale_to_mean_one(weighting(asked.hidden, hidden), counts)
             note(notes, apart.detach(), weights.detach(), n > 0, counts)
             weights = weights if self.weights == "joint" else weights.detach()
             clustering = clustering_loss(model.items.detach()[rows], weighting.centres)

@@ -29,12 +29,12 @@ from protofed.methods.baselines.importance import (
     Springs,
     Weights,
     on,
-    padded,
+    pad_rows,
     share_above_zero,
     weights_of,
     zeros_of,
 )
-from protofed.methods.frozen import backbone_evidence, backbone_scores, rows_for, started
+from protofed.methods.frozen import backbone_evidence, backbone_scores, rows_for, start_from_backbone
 from protofed.methods.protocol import Diagnostics, World
 from protofed.methods.variants import is_peft
 from protofed.progress import Progress, silent
@@ -118,13 +118,13 @@ def earning(world: World, first: SASRec, descend: Descend, springs: Springs) -> 
     return kind(descend, springs, nothing, epochs, world.progress)
 
 
-def consolidated(
+def consolidate(
     importance: Weights, earned: Weights, start: Weights, end: Weights, damping: float
 ) -> dict[str, Tensor]:
     """max(0, importance + earned / ((end - start)^2 + damping)), weight by weight."""
     return {
         name: (old + earned[name] / ((end[name] - start[name]) ** 2 + damping)).clamp(min=0)
-        for name, old in padded(importance, end).items()
+        for name, old in pad_rows(importance, end).items()
     }
 
 
@@ -145,7 +145,7 @@ class SynapticIntelligence:
     damping: float = 1e-3  # xi: keeps a weight that hardly moved from mattering without bound
 
     def start(self, world: World) -> AnchoredState:
-        begun = started(world)
+        begun = start_from_backbone(world)
         model = begun.backbone
         return AnchoredState(model, begun.slice_index, begun.newest_target, weights_of(model), zeros_of(model))
 
@@ -158,7 +158,7 @@ class SynapticIntelligence:
         watch = earning(world, first, descend, Springs(self.strength, anchor, old))
         model, fit = fine_tuned(world, (first, new), slice_, watch, progress=watch.progress)
         earned, end = watch.earned_until_best(fit), weights_of(model)
-        importance = consolidated(old, earned, weights_of(first), end, self.damping)
+        importance = consolidate(old, earned, weights_of(first), end, self.damping)
         newest = max(state.newest_target, fit.newest_target)
         total = sum(float(tensor.sum()) for tensor in earned.values())
         return AnchoredState(model, slice_.index, newest, end, importance), {
@@ -174,7 +174,7 @@ class SynapticIntelligence:
         if self.strength == 0 or state.slice_index > world.base.index or nothing_learned:
             return on(state.importance, state.backbone.items.device)
         first, last, earned = warm_up_again(world)
-        return consolidated(zeros_of(first), earned, weights_of(first), weights_of(last), self.damping)
+        return consolidate(zeros_of(first), earned, weights_of(first), weights_of(last), self.damping)
 
     def score(self, world: World, state: AnchoredState, queries: Queries) -> Float[Tensor, "B I"]:
         return backbone_scores(state, queries)
