@@ -284,7 +284,7 @@ def test_a_truncated_gzip_is_refused_and_nothing_is_prepared(tmp_path):
     assert not (tmp_path / "data").exists()
 
 
-STOPPED = "stopped; the same command continues from the last finished slice"
+STOPPED = "stopped; the same command goes on from the last finished slice, or epoch of the warm-up"
 
 
 @pytest.mark.slow
@@ -295,15 +295,23 @@ def test_ctrl_c_stops_a_run_in_one_line_leaves_whole_files_and_the_same_command_
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as child:
         assert child.stderr is not None
-        assert child.stderr.readline() == "slice 0 done (1 of 3)\n"
+        lines = ["checking candidates", "warm-up (at most 1 epochs)", "preparing the method", "base block: evaluating"]
+        assert [child.stderr.readline() for _ in range(5)] == [
+            f"{line}\n" for line in (*lines, "slice 0 done (1 of 3)")
+        ]
         child.send_signal(signal.SIGINT)
         stdout, stderr = child.communicate(timeout=60)
-    assert (child.returncode, stdout, stderr) == (130, "", f"{STOPPED}\n")
+    assert (child.returncode, stdout) == (130, "")
+    assert stderr.removeprefix("slice 1 of 2: learning\n") == f"{STOPPED}\n"
     assert not list(tmp_path.rglob("*.unfinished"))
     assert not (tmp_path / "run" / "metrics.parquet").exists()
     rest = protofed(*arguments, cwd=tmp_path)
     assert rest.returncode == 0
-    assert rest.stderr.splitlines() == ["slice 1 done (2 of 3)", "slice 2 done (3 of 3)"]
+    assert rest.stderr.splitlines() == [
+        *("checking candidates", "preparing the method"),
+        *("slice 1 of 2: learning", "slice 1 of 2: evaluating", "slice 1 done (2 of 3)"),
+        *("slice 2 of 2: learning", "slice 2 of 2: evaluating", "slice 2 done (3 of 3)"),
+    ]
     whole = ["whole" if word == "run" else word for word in arguments[1:]]
     assert protofed("run", *whole, cwd=tmp_path).returncode == 0
     for name in ("metrics.parquet", "per_user.parquet"):

@@ -149,14 +149,14 @@ def train(
     exam = exam_of(task.slice_, config.selection, model.config.history_length, model.items.device)
     so_far = kept.load(model, optimiser) if kept else None  # before any step is recorded
     so_far = so_far or SoFar((mean_grade(model, exam),), 0, -1, copy.deepcopy(model.state_dict()))
+    if kept:
+        report_epochs(progress, so_far.trace, task.epochs, config.patience)
     step = step_of(model, config, optimiser, descend, extra)
     while not is_over(so_far.trace, task.epochs, config.patience):
         so_far = next_epoch(model, exam, task, config, step, seed, so_far)
-        done, best = len(so_far.trace) - 1, best_of(so_far.trace)
         if kept:
-            kept.save(model, optimiser, so_far, is_best=best == done)
-        note = f"epoch {done} of at most {task.epochs}, validation NDCG@10 {so_far.trace[-1]:.4f}"
-        progress("epochs", done, min(task.epochs, best + config.patience), note)
+            kept.save(model, optimiser, so_far, is_best=best_of(so_far.trace) == len(so_far.trace) - 1)
+        report_epochs(progress, so_far.trace, task.epochs, config.patience)
     model.load_state_dict(so_far.best)
     optimiser.zero_grad()  # a recorded step's gradients would keep its memory alive
     return at_rest(model), Fit(so_far.trace, so_far.steps_per_epoch, so_far.newest_target, numbers_in(groups))
@@ -166,6 +166,15 @@ def is_over(trace: tuple[float, ...], epochs: int, patience: int) -> bool:
     """Whether a training stops here: after its last epoch, or `patience` epochs after its best."""
     done = len(trace) - 1
     return done >= epochs or done - best_of(trace) >= patience
+
+
+def report_epochs(progress: Progress, trace: tuple[float, ...], epochs: int, patience: int) -> None:
+    """Tell how many epochs are over, and how many there will be if none is better than the best so far."""
+    done = len(trace) - 1
+    note = (
+        f"epoch {done} of at most {epochs}, validation NDCG@10 {trace[-1]:.4f}" if done else f"at most {epochs} epochs"
+    )
+    progress("epochs", done, min(epochs, best_of(trace) + patience), note)
 
 
 def next_epoch(

@@ -21,6 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from protofed.cli.progress import duration
 from protofed.cli.run import CACHE, load, settle
 from protofed.config import from_toml, parse_override
 from protofed.errors import ConfigError, ProtoFedError, in_one_line
@@ -199,13 +200,6 @@ def overall(cells: Sequence["Cell"], board: "Board", jobs: int) -> str:
     failed = f", {states.count('failed')} failed" if "failed" in states else ""
     known = f", about {duration(left)} left" if math.isfinite(left) and left > 0 else ""
     return f"{states.count('done')} of {len(states)} done{failed}{known}"
-
-
-def duration(seconds: float) -> str:
-    """A time a person can read: 40 s, 12 min, 3.5 h."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5_400 else f"{seconds / 3_600:.1f} h"
 
 
 def live_table(cells: Sequence["Cell"], board: "Board", jobs: int, console: Console) -> Group:

@@ -28,7 +28,8 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             resumed = ctx.invoked_subcommand in RESUMABLE
-            continues = "; the same command continues from the last finished slice" if resumed else ""
+            where = "; the same command goes on from the last finished slice, or epoch of the warm-up"
+            continues = where if resumed else ""
             print(f"stopped{continues}", file=sys.stderr)
             raise typer.Exit(130) from None
 

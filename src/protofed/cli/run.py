@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from protofed.config import RunConfig, in_range, override, parse_override, preset, values_of
-from protofed.errors import ConfigError, MissingExtra
+from protofed.errors import ConfigError, MissingExtra, check_installed
 from protofed.methods.names import OURS
 
 if TYPE_CHECKING:
@@ -48,10 +48,7 @@ def run(
     if list_methods:
         print_methods(as_json)
         return
-    from protofed.cli.progress import shown
-    from protofed.cli.track import tracked
-    from protofed.experiments.run import Experiment, pick_device
-    from protofed.experiments.summary import summarise_run
+    from protofed.cli.progress import LOADING, shown
 
     if out is None:
         raise ConfigError("--out is missing: name the folder this run is to write, e.g. --out runs/first")
@@ -67,11 +64,23 @@ def run(
     given["protofed.ablate"] = ",".join(sorted(set(ablate))) if ablate else None
     flags = {key: value for key, value in given.items() if value is not None}
     check_named(flags, config, settings or [])
-    chosen = settle(flags, config, settings or [])
-    log = load(chosen, root)
-    experiment = Experiment(chosen, log, cache, pick_device(device), shlex.join(["protofed", *sys.argv[1:]]))
-    with shown(Console(stderr=True)) as progress, tracked(track, out, chosen.stream.n_slices, progress) as watched:
-        folder = experiment.run(out, watched)
+    if track is not None:
+        check_installed("track")
+    with shown(Console(stderr=True)) as progress:
+        progress.expect("protofed run")
+        progress(LOADING, 0, None)
+        from protofed.cli.track import tracked
+        from protofed.experiments.run import Experiment, pick_device
+        from protofed.experiments.stages import stages_of
+        from protofed.experiments.summary import summarise_run
+
+        chosen = settle(flags, config, settings or [])
+        progress(f"reading {chosen.dataset}", 0, None)
+        log, n_slices = load(chosen, root), chosen.stream.n_slices
+        experiment = Experiment(chosen, log, cache, pick_device(device), shlex.join(["protofed", *sys.argv[1:]]))
+        progress.expect(f"{chosen.method} on {chosen.dataset}", stages_of(n_slices))
+        with tracked(track, out, n_slices, progress) as watched:
+            folder = experiment.run(out, watched)
     summary = summarise_run(folder)
     summary |= {"variant": chosen.variant, "privacy": promised(folder.path / "ledger.json", chosen.privacy.delta)}
     print(json.dumps(summary, indent=2, ensure_ascii=False)) if as_json else print_summary(summary, out)
