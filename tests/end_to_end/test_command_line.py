@@ -4,9 +4,11 @@ import contextlib
 import gzip
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -295,7 +297,7 @@ def test_ctrl_c_stops_a_run_in_one_line_leaves_whole_files_and_the_same_command_
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as child:
         assert child.stderr is not None
-        lines = ["checking candidates", "warm-up (at most 1 epochs)", "preparing the method", "base block: evaluating"]
+        lines = ["checking candidates", "warm-up (at most 1 epoch)", "preparing the method", "base block: evaluating"]
         assert [child.stderr.readline() for _ in range(5)] == [
             f"{line}\n" for line in (*lines, "slice 0 done (1 of 3)")
         ]
@@ -316,6 +318,25 @@ def test_ctrl_c_stops_a_run_in_one_line_leaves_whole_files_and_the_same_command_
     assert protofed("run", *whole, cwd=tmp_path).returncode == 0
     for name in ("metrics.parquet", "per_user.parquet"):
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_warm_up_says_how_to_go_on_and_the_same_command_does(tmp_path):
+    arguments = ["run", *POPULARITY, "--out", "run", "--cache", "cache", "--json", *FAST]
+    arguments += ["--set", "training.base_epochs=8", "--set", "training.patience=8"]
+    command = [sys.executable, "-m", "protofed.cli.main", *arguments]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stderr is not None
+        while child.stderr.readline() != "warm-up (at most 8 epochs)\n":
+            pass
+        until = time.monotonic() + 60
+        while not list((tmp_path / "cache").glob("*.training.safetensors")) and time.monotonic() < until:
+            time.sleep(0.02)
+        child.send_signal(signal.SIGINT)
+        _, stderr = child.communicate(timeout=60)
+    assert (child.returncode, stderr) == (130, f"{STOPPED}\n")
+    rest = protofed(*arguments, cwd=tmp_path)
+    assert re.search(r"^warm-up \(epoch \d+ of at most 8, validation NDCG@10 0\.\d+\)$", rest.stderr, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("command", "line"), [(["demo"], STOPPED), (["data", "list"], "stopped")])

@@ -171,9 +171,8 @@ def is_over(trace: tuple[float, ...], epochs: int, patience: int) -> bool:
 def report_epochs(progress: Progress, trace: tuple[float, ...], epochs: int, patience: int) -> None:
     """Tell how many epochs are over, and how many there will be if none is better than the best so far."""
     done = len(trace) - 1
-    note = (
-        f"epoch {done} of at most {epochs}, validation NDCG@10 {trace[-1]:.4f}" if done else f"at most {epochs} epochs"
-    )
+    at_most = f"at most {epochs} {'epoch' if epochs == 1 else 'epochs'}"
+    note = f"epoch {done} of at most {epochs}, validation NDCG@10 {trace[-1]:.4f}" if done else at_most
     progress("epochs", done, min(epochs, best_of(trace) + patience), note)
 
 
