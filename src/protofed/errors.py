@@ -22,7 +22,7 @@ EXTRAS = {  # what pip installs for each extra, as in pyproject.toml
     "track": ("tensorboard",),
     "ray": ("ray",),
 }
-MODULES = {"faiss-cpu": "faiss"}  # packages that are imported by another name
+MODULES = {"faiss-cpu": "faiss", "dp-accounting": "dp_accounting"}  # packages that are imported by another name
 FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
@@ -67,12 +67,11 @@ class LeakError(ProtoFedError):
     """A look-ahead: something that was learned, counted or drawn from events later than it may know."""
 
 
-def check_installed(extra: str) -> None:
-    """Refuse work that needs an extra which is not all there, before it begins; nothing is imported."""
-    for package in EXTRAS[extra]:
-        module = MODULES.get(package, package)
-        if find_spec(module) is None:
-            raise MissingExtra(module, extra)
+def check_installed(*packages: str, extra: str = "") -> None:
+    """Refuse work that needs packages, or all those of an extra, before it begins; nothing is imported."""
+    for package in (*packages, *EXTRAS.get(extra, ())):
+        if find_spec(MODULES.get(package, package)) is None:
+            raise MissingExtra(package, extra)
 
 
 def storage_error(problem: OSError, path: object = None) -> StorageError:

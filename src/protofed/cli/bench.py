@@ -24,7 +24,7 @@ from rich.text import Text
 from protofed.cli.progress import duration
 from protofed.cli.run import CACHE, load, settle
 from protofed.config import from_toml, parse_override
-from protofed.errors import ConfigError, ProtoFedError, in_one_line
+from protofed.errors import ConfigError, ProtoFedError, check_installed, in_one_line
 
 if TYPE_CHECKING:
     from protofed.experiments.bench import Board, Job, Status, Tell
@@ -67,6 +67,8 @@ def bench(
     if jobs < 1:
         raise ConfigError(f"--jobs must be at least 1, got {jobs}")
     part = grids.parse_shard(shard) if shard else (1, 1)
+    if ray:
+        check_installed(extra="ray")
     grid = chosen_grid(config, {"datasets": datasets, "methods": methods, "seeds": seeds}, preset_name, settings or [])
     check_places(grid, root, device)
     everything = grids.cells(grid, settle, grids.tuned_in(*tuned) if tuned else grids.untuned)

@@ -27,7 +27,7 @@ def demo(
     cache: Annotated[Path, typer.Option(help="folder where warm-ups are kept")] = CACHE,
 ) -> None:
     """Run the first methods on a log, print their accuracy and write a report."""
-    check_installed("report")
+    check_installed(extra="report")
     with shown(Console(stderr=True)) as progress:
         progress.expect("protofed demo")
         progress(LOADING, 0, None)

@@ -60,12 +60,13 @@ def run(
         "seed": seed,
         "clients": clients,
     }
+    check_budget(target_epsilon)
     given |= {"protofed.mode": mode, "privacy.trust": trust} | budget(target_epsilon, noise_multiplier)
     given["protofed.ablate"] = ",".join(sorted(set(ablate))) if ablate else None
     flags = {key: value for key, value in given.items() if value is not None}
     check_named(flags, config, settings or [])
     if track is not None:
-        check_installed("track")
+        check_installed(extra="track")
     with shown(Console(stderr=True)) as progress:
         progress.expect("protofed run")
         progress(LOADING, 0, None)
@@ -84,6 +85,15 @@ def run(
     summary = summarise_run(folder)
     summary |= {"variant": chosen.variant, "privacy": promised(folder.path / "ledger.json", chosen.privacy.delta)}
     print(json.dumps(summary, indent=2, ensure_ascii=False)) if as_json else print_summary(summary, out)
+
+
+def check_budget(target_epsilon: float | None) -> None:
+    """Refuse ε = 0, which nothing that learns from a user has."""
+    if target_epsilon == 0:
+        raise ConfigError(
+            "--target-epsilon must be above 0, got 0; the project uses 3.4. Leave it out where --noise-multiplier is "
+            "given, and for a run without privacy"
+        )
 
 
 def budget(target_epsilon: float | None, noise_multiplier: float | None) -> dict[str, object]:
@@ -132,10 +142,34 @@ def check_named(flags: Mapping[str, object], file: Path | None, settings: Sequen
 
 
 def settle(flags: Mapping[str, object], file: Path | None = None, settings: Sequence[str] = ()) -> RunConfig:
-    """The run's config: what the preset and the method bring along, then the file, then flags, then --set."""
+    """The run's config: what the preset and the method bring along, then the file, then flags, then --set.
+
+    An error that is not there without the file names it.
+    """
+    if file is None:
+        return together({}, flags, settings)
+    written = values_of(file)
+    try:
+        return together(written, flags, settings)
+    except ConfigError as problem:
+        if str(problem) == refusal(flags, settings):
+            raise
+        raise ConfigError(f"{file}: {problem}") from problem
+
+
+def refusal(flags: Mapping[str, object], settings: Sequence[str]) -> str:
+    """What is wrong with these without any file; nothing where they are right."""
+    try:
+        together({}, flags, settings)
+    except ConfigError as problem:
+        return str(problem)
+    return ""
+
+
+def together(written: Mapping[str, object], flags: Mapping[str, object], settings: Sequence[str]) -> RunConfig:
+    """The config of a file's values, flags and --set, each going before those ahead of it."""
     from protofed.methods.catalogue import configured, method_named
 
-    written = values_of(file) if file is not None else {}
     typed = dict(parse_override(text) for text in settings)
     named = {**written, **flags, **typed}
     base = preset(named.get("preset", "small"))
