@@ -115,7 +115,6 @@ def test_a_private_run_prints_what_it_promises_and_keeps_the_ledger(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--target-epsilon", "0"], "a private run needs --target-epsilon or --noise-multiplier"),
         (["--target-epsilon", "0.1", "--noise-multiplier", "0.3"], "spends more than ε = 0.1 in its first round"),
         (["--set", "protofed.aggregator=geometric-median"], "the geometric-median aggregator has no noise of bounded"),
         (["--set", "protofed.prototypes=5000"], "5000 prototypes are more than the"),
@@ -252,6 +251,84 @@ def test_another_run_in_the_folder_is_left_alone(tmp_path):
     before = (tmp_path / "run" / "metrics.parquet").read_bytes()
     assert "holds another run" in refused(*arguments, "--seed", 1, "--out", "run", cwd=tmp_path)
     assert (tmp_path / "run" / "metrics.parquet").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "protofed-sp", "--target-epsilon", "0"], "--target-epsilon must be above 0, got 0"),
+        (["--method", "ewc", "--target-epsilon", "0"], "--target-epsilon must be above 0, got 0"),
+        (["--method", "protofed-sp", "--set", "privacy.target_epsilon=0"], "a private run needs --target-epsilon or"),
+        (["--method", "ewc", "--set", "privacy.wrap=true", "--set", "privacy.target_epsilon=0"], "a private run needs"),
+    ],
+)
+def test_a_budget_of_nothing_is_refused_before_any_work(tmp_path, arguments, message):
+    assert message in refused("run", "--dataset", "synthetic", *arguments, "--out", "run", *FAST, cwd=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [("--method", "protofed-sp"), ("--method", "ewc", "--target-epsilon", "3.4")])
+def test_a_budget_that_nothing_here_can_price_is_refused_before_any_work(tmp_path, monkeypatch, words):
+    monkeypatch.setattr("protofed.errors.find_spec", lambda module: None if module == "dp_accounting" else object())
+    line = refused("run", "--dataset", "synthetic", *words, "--out", "run", *FAST, cwd=tmp_path)
+    assert line == "error: dp-accounting is not installed; run `pip install dp-accounting`"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [("demo",), ("report", "."), ("report", ".", "-o", "x.html", "--json")])
+@pytest.mark.parametrize("library", ["matplotlib", "jinja2"])
+def test_without_what_draws_the_report_nothing_is_begun(tmp_path, monkeypatch, words, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    line = refused(*words, cwd=tmp_path)
+    assert line.startswith(f"error: {library} is not installed; run `pip install matplotlib jinja2`, or")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_of_another_ending_is_told_which_there_are(tmp_path):
+    line = refused("report", ".", "-o", "x.pdf", cwd=tmp_path)
+    assert line == "error: --out must end in one of .html, .htm, .md, .tex, .csv, got x.pdf; or name a --format"
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [(("repot",), "report"), (("data", "prepar"), "prepare"), (("run", "--datset", "x"), "--dataset")],
+)
+def test_a_misspelt_word_is_mended_once(tmp_path, words, near):
+    done = protofed(*words, cwd=tmp_path)
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert done.returncode == 2
+    assert said.lower().count("did you mean") == 1
+    assert f"'{near}'" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[training]\nnegtives = 3", "unknown config key 'training.negtives'; did you mean 'training.negatives'?"),
+        ("[training]\nnegatives = -4", "training.negatives must lie between 1 and 1e+06, got -4"),
+        ("[training]\nnegatives = 'x'", "training.negatives must be of type int, got 'x'"),
+        ("preset = 'smal'", "preset must be one of small, paper, got 'smal'"),
+        ("[hyper]\nstrenth = 1.0", "unknown config key 'hyper.strenth'; did you mean 'hyper.strength'?"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_told_with_its_name(tmp_path, text, message):
+    (tmp_path / "a.toml").write_text(f'dataset = "synthetic"\nmethod = "ewc"\n{text}\n')
+    assert refused("run", "--config", "a.toml", "--out", "run", cwd=tmp_path) == f"error: a.toml: {message}"
+
+
+def test_what_is_wrong_with_a_flag_beside_a_file_is_not_blamed_on_the_file(tmp_path):
+    (tmp_path / "a.toml").write_text('dataset = "synthetic"\nmethod = "ewc"\n')
+    line = refused("run", "--config", "a.toml", "--out", "run", "--set", "seeed=1", cwd=tmp_path)
+    assert line == "error: unknown config key 'seeed'; did you mean 'seed'?"
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="there is no /proc here")
+@pytest.mark.parametrize("words", [("run", *POPULARITY), ("demo",), ("bench", "--datasets", "synthetic")])
+def test_a_place_that_takes_no_folder_is_told_in_one_line(tmp_path, words):
+    done = protofed(*words, "--out", "/proc/x", cwd=tmp_path)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert line.startswith("error: /proc/x")
 
 
 def test_a_log_with_too_few_instants_is_refused_and_the_advice_works(tmp_path):
