@@ -323,7 +323,9 @@ def test_what_is_wrong_with_a_flag_beside_a_file_is_not_blamed_on_the_file(tmp_p
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="there is no /proc here")
-@pytest.mark.parametrize("words", [("run", *POPULARITY), ("demo",), ("bench", "--datasets", "synthetic")])
+@pytest.mark.parametrize(
+    "words", [("run", *POPULARITY), ("demo",), ("bench", "--datasets", "synthetic", "--methods", "ewc")]
+)
 def test_a_place_that_takes_no_folder_is_told_in_one_line(tmp_path, words):
     done = protofed(*words, "--out", "/proc/x", cwd=tmp_path)
     (line,) = done.stderr.splitlines()
