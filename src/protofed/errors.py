@@ -13,7 +13,16 @@ ProtoFedError
 
 import errno
 import os
+from importlib.util import find_spec
 
+EXTRAS = {  # what pip installs for each extra, as in pyproject.toml
+    "report": ("matplotlib", "jinja2"),
+    "ann": ("faiss-cpu",),
+    "llm": ("transformers",),
+    "track": ("tensorboard",),
+    "ray": ("ray",),
+}
+MODULES = {"faiss-cpu": "faiss", "dp-accounting": "dp_accounting"}  # packages that are imported by another name
 FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
@@ -42,10 +51,12 @@ class StorageError(ProtoFedError):
 
 
 class MissingExtra(ProtoFedError):
-    """A library that only some commands need is not installed."""
+    """A library that only some commands need is not installed; without an extra, one that everything needs."""
 
-    def __init__(self, library: str, extra: str) -> None:
-        super().__init__(f"{library} is not installed; run `pip install 'protofed[{extra}]'`")
+    def __init__(self, library: str, extra: str = "") -> None:
+        packages = " ".join(EXTRAS.get(extra, (library,)))
+        in_tree = f", or `pip install -e '.[{extra}]'` in the source tree" if extra else ""
+        super().__init__(f"{library} is not installed; run `pip install {packages}`{in_tree}")
 
 
 class MachineError(ProtoFedError):
@@ -54,6 +65,13 @@ class MachineError(ProtoFedError):
 
 class LeakError(ProtoFedError):
     """A look-ahead: something that was learned, counted or drawn from events later than it may know."""
+
+
+def check_installed(*packages: str, extra: str = "") -> None:
+    """Refuse work that needs packages, or all those of an extra, before it begins; nothing is imported."""
+    for package in (*packages, *EXTRAS.get(extra, ())):
+        if find_spec(MODULES.get(package, package)) is None:
+            raise MissingExtra(package, extra)
 
 
 def storage_error(problem: OSError, path: object = None) -> StorageError:

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -89,6 +89,24 @@ def locked(path: Path, busy: str, *, patience: float = 0.0) -> Iterator[None]:
         lock.acquire(timeout=patience, poll_interval=0.05)
     except Timeout as problem:
         raise RunFolderError(busy) from problem
+    except OSError as problem:
+        raise storage_error(problem, path) from problem
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def in_turn(path: Path, tell: Callable[[], None]) -> Iterator[None]:
+    """Nobody else inside until the block ends; who has to wait is told so, and waits until the holder ends or dies."""
+    lock = FileLock(path)
+    try:
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            tell()
+            lock.acquire(timeout=-1, poll_interval=0.2)
     except OSError as problem:
         raise storage_error(problem, path) from problem
     try:

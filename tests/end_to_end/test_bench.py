@@ -296,7 +296,9 @@ def test_a_worker_is_told_its_job_and_what_it_says_is_kept():
 
 def test_ray_is_asked_for_by_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MissingExtra, match=r"ray is not installed; run `pip install 'protofed\[ray\]'`"):
+    with pytest.raises(
+        MissingExtra, match=r"ray is not installed; run `pip install ray`, or `pip install -e '.\[ray\]'`"
+    ):
         bench.ray_tasks(["worker"])
 
 

@@ -173,7 +173,7 @@ def test_another_config_in_a_cells_folder_is_one_line_that_names_it(undisturbed,
         (["--jobs", "0"], "--jobs must be at least 1, got 0"),
         (["--shard", "3/2"], "--shard takes i/n with 1 <= i <= n, got '3/2'"),
         (["--preset", "huge"], "preset must be one of small, paper, got 'huge'"),
-        (["--ray"], "ray is not installed; run `pip install 'protofed[ray]'`"),
+        (["--ray"], "ray is not installed; run `pip install ray`, or `pip install -e '.[ray]'`"),
         (["--device", "tpu9"], "--device must be cpu, cuda or auto, got 'tpu9'"),
     ],
 )

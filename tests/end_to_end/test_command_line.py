@@ -4,9 +4,11 @@ import contextlib
 import gzip
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,7 +115,6 @@ def test_a_private_run_prints_what_it_promises_and_keeps_the_ledger(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--target-epsilon", "0"], "a private run needs --target-epsilon or --noise-multiplier"),
         (["--target-epsilon", "0.1", "--noise-multiplier", "0.3"], "spends more than ε = 0.1 in its first round"),
         (["--set", "protofed.aggregator=geometric-median"], "the geometric-median aggregator has no noise of bounded"),
         (["--set", "protofed.prototypes=5000"], "5000 prototypes are more than the"),
@@ -252,6 +253,86 @@ def test_another_run_in_the_folder_is_left_alone(tmp_path):
     assert (tmp_path / "run" / "metrics.parquet").read_bytes() == before
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--method", "protofed-sp", "--target-epsilon", "0"], "--target-epsilon must be above 0, got 0"),
+        (["--method", "ewc", "--target-epsilon", "0"], "--target-epsilon must be above 0, got 0"),
+        (["--method", "protofed-sp", "--set", "privacy.target_epsilon=0"], "a private run needs --target-epsilon or"),
+        (["--method", "ewc", "--set", "privacy.wrap=true", "--set", "privacy.target_epsilon=0"], "a private run needs"),
+    ],
+)
+def test_a_budget_of_nothing_is_refused_before_any_work(tmp_path, arguments, message):
+    assert message in refused("run", "--dataset", "synthetic", *arguments, "--out", "run", *FAST, cwd=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [("--method", "protofed-sp"), ("--method", "ewc", "--target-epsilon", "3.4")])
+def test_a_budget_that_nothing_here_can_price_is_refused_before_any_work(tmp_path, monkeypatch, words):
+    monkeypatch.setattr("protofed.errors.find_spec", lambda module: None if module == "dp_accounting" else object())
+    line = refused("run", "--dataset", "synthetic", *words, "--out", "run", *FAST, cwd=tmp_path)
+    assert line == "error: dp-accounting is not installed; run `pip install dp-accounting`"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [("demo",), ("report", "."), ("report", ".", "-o", "x.html", "--json")])
+@pytest.mark.parametrize("library", ["matplotlib", "jinja2"])
+def test_without_what_draws_the_report_nothing_is_begun(tmp_path, monkeypatch, words, library):
+    monkeypatch.setitem(sys.modules, library, None)
+    line = refused(*words, cwd=tmp_path)
+    assert line.startswith(f"error: {library} is not installed; run `pip install matplotlib jinja2`, or")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_of_another_ending_is_told_which_there_are(tmp_path):
+    line = refused("report", ".", "-o", "x.pdf", cwd=tmp_path)
+    assert line == "error: --out must end in one of .html, .htm, .md, .tex, .csv, got x.pdf; or name a --format"
+
+
+@pytest.mark.parametrize(
+    ("words", "near"),
+    [(("repot",), "report"), (("data", "prepar"), "prepare"), (("run", "--datset", "x"), "--dataset")],
+)
+def test_a_misspelt_word_is_mended_once(tmp_path, words, near):
+    done = protofed(*words, cwd=tmp_path)
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert done.returncode == 2
+    assert said.lower().count("did you mean") == 1
+    assert f"'{near}'" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[training]\nnegtives = 3", "unknown config key 'training.negtives'; did you mean 'training.negatives'?"),
+        ("[training]\nnegatives = -4", "training.negatives must lie between 1 and 1e+06, got -4"),
+        ("[training]\nnegatives = 'x'", "training.negatives must be of type int, got 'x'"),
+        ("preset = 'smal'", "preset must be one of small, paper, got 'smal'"),
+        ("[hyper]\nstrenth = 1.0", "unknown config key 'hyper.strenth'; did you mean 'hyper.strength'?"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_told_with_its_name(tmp_path, text, message):
+    (tmp_path / "a.toml").write_text(f'dataset = "synthetic"\nmethod = "ewc"\n{text}\n')
+    assert refused("run", "--config", "a.toml", "--out", "run", cwd=tmp_path) == f"error: a.toml: {message}"
+
+
+def test_what_is_wrong_with_a_flag_beside_a_file_is_not_blamed_on_the_file(tmp_path):
+    (tmp_path / "a.toml").write_text('dataset = "synthetic"\nmethod = "ewc"\n')
+    line = refused("run", "--config", "a.toml", "--out", "run", "--set", "seeed=1", cwd=tmp_path)
+    assert line == "error: unknown config key 'seeed'; did you mean 'seed'?"
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="there is no /proc here")
+@pytest.mark.parametrize(
+    "words", [("run", *POPULARITY), ("demo",), ("bench", "--datasets", "synthetic", "--methods", "ewc")]
+)
+def test_a_place_that_takes_no_folder_is_told_in_one_line(tmp_path, words):
+    done = protofed(*words, "--out", "/proc/x", cwd=tmp_path)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert line.startswith("error: /proc/x")
+
+
 def test_a_log_with_too_few_instants_is_refused_and_the_advice_works(tmp_path):
     write_log(tmp_path, "week", [day * 86_400 for day in range(7) for _ in range(60)])
     line = refused("run", "--dataset", "week", "--root", ".", "--out", "run", "--method", "popularity", cwd=tmp_path)
@@ -284,7 +365,7 @@ def test_a_truncated_gzip_is_refused_and_nothing_is_prepared(tmp_path):
     assert not (tmp_path / "data").exists()
 
 
-STOPPED = "stopped; the same command continues from the last finished slice"
+STOPPED = "stopped; the same command goes on from the last finished slice, or epoch of the warm-up"
 
 
 @pytest.mark.slow
@@ -295,19 +376,46 @@ def test_ctrl_c_stops_a_run_in_one_line_leaves_whole_files_and_the_same_command_
     pipe = subprocess.PIPE
     with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as child:
         assert child.stderr is not None
-        assert child.stderr.readline() == "slice 0 done (1 of 3)\n"
+        lines = ["checking candidates", "warm-up (at most 1 epoch)", "preparing the method", "base block: evaluating"]
+        assert [child.stderr.readline() for _ in range(5)] == [
+            f"{line}\n" for line in (*lines, "slice 0 done (1 of 3)")
+        ]
         child.send_signal(signal.SIGINT)
         stdout, stderr = child.communicate(timeout=60)
-    assert (child.returncode, stdout, stderr) == (130, "", f"{STOPPED}\n")
+    assert (child.returncode, stdout) == (130, "")
+    assert stderr.removeprefix("slice 1 of 2: learning\n") == f"{STOPPED}\n"
     assert not list(tmp_path.rglob("*.unfinished"))
     assert not (tmp_path / "run" / "metrics.parquet").exists()
     rest = protofed(*arguments, cwd=tmp_path)
     assert rest.returncode == 0
-    assert rest.stderr.splitlines() == ["slice 1 done (2 of 3)", "slice 2 done (3 of 3)"]
+    assert rest.stderr.splitlines() == [
+        *("checking candidates", "preparing the method"),
+        *("slice 1 of 2: learning", "slice 1 of 2: evaluating", "slice 1 done (2 of 3)"),
+        *("slice 2 of 2: learning", "slice 2 of 2: evaluating", "slice 2 done (3 of 3)"),
+    ]
     whole = ["whole" if word == "run" else word for word in arguments[1:]]
     assert protofed("run", *whole, cwd=tmp_path).returncode == 0
     for name in ("metrics.parquet", "per_user.parquet"):
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_the_warm_up_says_how_to_go_on_and_the_same_command_does(tmp_path):
+    arguments = ["run", *POPULARITY, "--out", "run", "--cache", "cache", "--json", *FAST]
+    arguments += ["--set", "training.base_epochs=8", "--set", "training.patience=8"]
+    command = [sys.executable, "-m", "protofed.cli.main", *arguments]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stderr is not None
+        while child.stderr.readline() != "warm-up (at most 8 epochs)\n":
+            pass
+        until = time.monotonic() + 60
+        while not list((tmp_path / "cache").glob("*.training.safetensors")) and time.monotonic() < until:
+            time.sleep(0.02)
+        child.send_signal(signal.SIGINT)
+        _, stderr = child.communicate(timeout=60)
+    assert (child.returncode, stderr) == (130, f"{STOPPED}\n")
+    rest = protofed(*arguments, cwd=tmp_path)
+    assert re.search(r"^warm-up \(epoch \d+ of at most 8, validation NDCG@10 0\.\d+\)$", rest.stderr, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("command", "line"), [(["demo"], STOPPED), (["data", "list"], "stopped")])

@@ -15,7 +15,7 @@ from protofed.cli.track import Scalar, diagnostics, records, tracked
 from protofed.data.prepared import save_log
 from protofed.progress import silent
 
-NEEDS = "tensorboard is not installed; pip install 'protofed[track]'"
+NEEDS = "tensorboard is not installed; pip install tensorboard"
 SETS = [word for key, value in worlds.TINY.items() for word in ("--set", f"{key}={value}")]
 
 
@@ -136,10 +136,11 @@ def test_slices_are_written_while_the_run_goes_on(place, tmp_path):
 
 
 def test_without_the_library_one_line_names_the_extra_before_anything_is_run(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     save_log(worlds.tiny_log(), tmp_path / "data", "tiny", source={})
     code, said = run(tmp_path, "--out", "run", "--track", "events")
-    assert (code, said) == (2, "error: tensorboard is not installed; run `pip install 'protofed[track]'`\n")
+    way_out = "run `pip install tensorboard`, or `pip install -e '.[track]'` in the source tree"
+    assert (code, said) == (2, f"error: tensorboard is not installed; {way_out}\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
 
 

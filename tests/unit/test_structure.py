@@ -3,13 +3,16 @@
 import ast
 import importlib
 import importlib.metadata
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 import protofed
+from protofed.errors import EXTRAS, MODULES, MissingExtra, check_installed
 from protofed.methods.names import OURS
 
 SOURCE = Path(protofed.__file__).parent
@@ -126,6 +129,37 @@ def test_the_core_imports_nothing_heavier_than_torch_and_pyarrow():
     blocked = f"import sys; sys.modules.update(dict.fromkeys({HEAVY!r}))"
     core = "import protofed, protofed.experiments.run, protofed.experiments.evaluate, protofed.data.prepared"
     subprocess.run([sys.executable, "-c", f"{blocked}; {core}"], check=True, timeout=120)
+
+
+@pytest.mark.slow
+def test_what_windows_lacks_is_imported_by_no_public_name_and_not_by_the_command_line():
+    posix = ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog", "readline")
+    blocked = f"import sys; sys.modules.update(dict.fromkeys({posix!r}))"
+    public = "import protofed; print(*(getattr(protofed, name).__class__ for name in protofed.__all__))"
+    helped = "sys.argv = ['protofed', 'run', '--help']; import protofed.cli.main; protofed.cli.main.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{blocked}; {public}; {helped}"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--dataset" in done.stdout
+
+
+def test_an_extra_is_told_with_the_packages_that_pyproject_names_and_something_imports_each():
+    written = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {name: packages for name, packages in written["optional-dependencies"].items() if name != "dev"}
+    assert {name: tuple(re.match(r"[\w-]+", p)[0] for p in packages) for name, packages in extras.items()} == EXTRAS
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in modules())
+    for package in (package for packages in EXTRAS.values() for package in packages):
+        module = MODULES.get(package, package)
+        assert re.search(rf"(import|from) {module}\b|import_module\(.*{module}", sources), package
+
+
+def test_a_missing_package_of_an_extra_is_told_without_importing_the_others(monkeypatch):
+    monkeypatch.setattr("protofed.errors.find_spec", lambda module: None if module == "jinja2" else object())
+    way_out = "run `pip install matplotlib jinja2`, or `pip install -e '.[report]'` in the source tree"
+    with pytest.raises(MissingExtra, match=f"^{re.escape(f'jinja2 is not installed; {way_out}')}$"):
+        check_installed(extra="report")
+    check_installed("dp-accounting", extra="ann")  # all there
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))

@@ -1,5 +1,6 @@
 """The warm-up: the backbone learns the base block once; every method of the same data, preset and seed shares it."""
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -8,11 +9,12 @@ from pathlib import Path
 
 import torch
 
+from protofed.backbone.kept_epochs import KeptEpochs
 from protofed.backbone.sasrec import SASRec, at_rest
 from protofed.backbone.training import Fit, PlainDescent, Task, everything, numbers_in, train
 from protofed.config import RunConfig
 from protofed.errors import RunFolderError, StorageError
-from protofed.files import load_tensors, make_folder, save_tensors
+from protofed.files import UNFINISHED, in_turn, load_tensors, make_folder, save_tensors
 from protofed.progress import Progress, silent
 from protofed.seeds import stream
 from protofed.slices.stream import SliceStream, TimeSlice
@@ -23,14 +25,19 @@ RECIPE = 4  # raise when the warm-up's mathematics changes, so that no old cache
 
 
 def warm_up(
-    config: RunConfig, base: TimeSlice, *, device: torch.device, progress: Progress = silent
+    config: RunConfig,
+    base: TimeSlice,
+    *,
+    device: torch.device,
+    kept: KeptEpochs | None = None,
+    progress: Progress = silent,
 ) -> tuple[SASRec, Fit]:
     """A backbone trained on the train part of the base block, stopped early on its validation part."""
     model = SASRec(config.backbone, base.n_train_items, stream(config.seed, "backbone")).to(device)
     settings = config.training
     task = Task(base, base.train_positions, settings.base_epochs, settings.learning_rate, settings.prompt_rate)
     descend = PlainDescent(settings.max_grad_norm)
-    return train(model, task, settings, seed=config.seed, descend=descend, progress=progress)
+    return train(model, task, settings, seed=config.seed, descend=descend, kept=kept, progress=progress)
 
 
 def content_key(config: RunConfig, data: SliceStream, device: torch.device) -> str:
@@ -54,23 +61,47 @@ def cached_warm_up(
     """The warm-up from the cache folder, or trained now and put there.
 
     A damaged file is told, trained again and replaced. Whether the cache can be written to is known before training;
-    where the disk fills up meanwhile, the run goes on with what it has trained.
+    where the disk fills up meanwhile, the run goes on with what it has trained. A warm-up that was stopped goes on
+    after its last epoch; where another process makes the same one, this one waits for it.
     """
-    path = cache / f"warm-up-{content_key(config, data, device)}.safetensors"
+    name = f"warm-up-{content_key(config, data, device)}"
+    path = cache / f"{name}.safetensors"
     if path.is_dir():
         raise RunFolderError(f"{path} is a folder where a warm-up belongs; remove it, or give another --cache")
-    if path.is_file():
-        try:
+    with contextlib.suppress(RunFolderError):  # told below, once nobody else mends it
+        if path.is_file():
             return load_backbone(path, config, device)
-        except RunFolderError as problem:
-            logger.warning("%s; it is damaged and is trained again", problem)
     make_folder(cache)
-    model, fit = warm_up(config, data.slice_(0), device=device, progress=progress)
-    try:
-        save_backbone(path, model, fit)
-    except StorageError as problem:
-        logger.warning("the warm-up is not kept for other runs (%s)", problem)
+
+    def tell() -> None:
+        logger.info("waiting for another process that makes the same warm-up, %s", path)
+        progress("waiting", 0, None, "another process is making the same warm-up; this one waits for it")
+
+    with in_turn(cache / f".{name}.lock", tell):
+        if (found := undamaged(path, config, device)) is not None:
+            return found  # made meanwhile
+        for leftover in cache.glob(f"{name}.*{UNFINISHED}"):
+            leftover.unlink(missing_ok=True)
+        kept = KeptEpochs(cache / f"{name}.training.safetensors")
+        model, fit = warm_up(config, data.slice_(0), device=device, kept=kept, progress=progress)
+        try:
+            save_backbone(path, model, fit)
+        except StorageError as problem:
+            logger.warning("the warm-up is not kept for other runs (%s)", problem)
+        else:
+            kept.remove()
     return model, fit
+
+
+def undamaged(path: Path, config: RunConfig, device: torch.device) -> tuple[SASRec, Fit] | None:
+    """The finished warm-up in a file; None where there is none, or where it is damaged, which is told."""
+    if not path.is_file():
+        return None
+    try:
+        return load_backbone(path, config, device)
+    except RunFolderError as problem:
+        logger.warning("%s; it is damaged and is trained again", problem)
+        return None
 
 
 def save_backbone(path: Path, model: SASRec, fit: Fit) -> None:

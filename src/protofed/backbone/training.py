@@ -15,11 +15,12 @@ from torch import Generator, Tensor, nn
 
 from protofed.backbone.extras import Extra
 from protofed.backbone.injection import rescale_like
+from protofed.backbone.kept_epochs import KeptEpochs, SoFar
 from protofed.backbone.losses import LOSSES, draw_negatives, window_losses
 from protofed.backbone.one_window import OneWindowLoss
 from protofed.backbone.recorded import Inputs, RecordedSteps, Shape, Step
 from protofed.backbone.sasrec import SASRec, at_rest
-from protofed.backbone.validation import exam_of, mean_grade
+from protofed.backbone.validation import Exam, exam_of, mean_grade
 from protofed.config import TrainingConfig
 from protofed.progress import Progress, silent
 from protofed.seeds import numpy_stream, seeded, stream
@@ -128,11 +129,13 @@ def train(
     descend: Descend,
     trainable: Trainable = everything,
     extra: Extra | None = None,
+    kept: KeptEpochs | None = None,
     progress: Progress = silent,
 ) -> tuple[SASRec, Fit]:
     """A trained copy of the model, at the epoch whose validation NDCG@10 is best (epoch 0 is the model as it came).
 
-    `extra` is given the copy that is being trained and each batch: penalties, distillation, replay.
+    `extra` is given the copy that is being trained and each batch: penalties, distillation, replay. With `kept` the
+    training goes on after the last epoch in that file, with the same result as if it had never been stopped.
     """
     model = copy.deepcopy(model).requires_grad_(False)
     groups = trainable(model)
@@ -142,23 +145,49 @@ def train(
     if isinstance(descend, InRounds):
         model, fit = train_in_rounds(model, task, config, optimiser, descend, extra=extra, progress=progress)
         return model, replace(fit, trainable=numbers_in(groups))
+    assert kept is None or extra is None, "an extra loss may remember more than is kept"
     exam = exam_of(task.slice_, config.selection, model.config.history_length, model.items.device)
-    trace, weights = [mean_grade(model, exam)], copy.deepcopy(model.state_dict())
-    step, steps, newest = step_of(model, config, optimiser, descend, extra), 0, -1
-    for epoch in range(task.epochs):
-        windows = epoch_windows(model, task, config, seed, epoch)
-        newest = max(newest, int(windows.newest.max()) if len(windows) else -1)
-        steps = run_epoch(model, windows, task, config, step, seed, epoch)
-        model.refresh_mean_row()
-        trace.append(mean_grade(model, exam))
-        if best_of(trace) == epoch + 1:
-            weights = copy.deepcopy(model.state_dict())
-        progress(f"slice {task.slice_.index}", epoch + 1, task.epochs, f"validation NDCG@10 {trace[-1]:.4f}")
-        if epoch + 1 - best_of(trace) >= config.patience:
-            break
-    model.load_state_dict(weights)
+    so_far = kept.load(model, optimiser) if kept else None  # before any step is recorded
+    so_far = so_far or SoFar((mean_grade(model, exam),), 0, -1, copy.deepcopy(model.state_dict()))
+    if kept:
+        report_epochs(progress, so_far.trace, task.epochs, config.patience)
+    step = step_of(model, config, optimiser, descend, extra)
+    while not is_over(so_far.trace, task.epochs, config.patience):
+        so_far = next_epoch(model, exam, task, config, step, seed, so_far)
+        if kept:
+            kept.save(model, optimiser, so_far, is_best=best_of(so_far.trace) == len(so_far.trace) - 1)
+        report_epochs(progress, so_far.trace, task.epochs, config.patience)
+    model.load_state_dict(so_far.best)
     optimiser.zero_grad()  # a recorded step's gradients would keep its memory alive
-    return at_rest(model), Fit(tuple(trace), steps, newest, numbers_in(groups))
+    return at_rest(model), Fit(so_far.trace, so_far.steps_per_epoch, so_far.newest_target, numbers_in(groups))
+
+
+def is_over(trace: tuple[float, ...], epochs: int, patience: int) -> bool:
+    """Whether a training stops here: after its last epoch, or `patience` epochs after its best."""
+    done = len(trace) - 1
+    return done >= epochs or done - best_of(trace) >= patience
+
+
+def report_epochs(progress: Progress, trace: tuple[float, ...], epochs: int, patience: int) -> None:
+    """Tell how many epochs are over, and how many there will be if none is better than the best so far."""
+    done = len(trace) - 1
+    at_most = f"at most {epochs} {'epoch' if epochs == 1 else 'epochs'}"
+    note = f"epoch {done} of at most {epochs}, validation NDCG@10 {trace[-1]:.4f}" if done else at_most
+    progress("epochs", done, min(epochs, best_of(trace) + patience), note)
+
+
+def next_epoch(
+    model: SASRec, exam: Exam, task: Task, config: TrainingConfig, step: Step, seed: int, so_far: SoFar
+) -> SoFar:
+    """What the training knows after one more epoch of the model."""
+    epoch = len(so_far.trace) - 1
+    windows = epoch_windows(model, task, config, seed, epoch)
+    newest = max(so_far.newest_target, int(windows.newest.max()) if len(windows) else -1)
+    steps = run_epoch(model, windows, task, config, step, seed, epoch)
+    model.refresh_mean_row()
+    trace = (*so_far.trace, mean_grade(model, exam))
+    best = copy.deepcopy(model.state_dict()) if best_of(trace) == epoch + 1 else so_far.best
+    return SoFar(trace, steps, newest, best)
 
 
 def adamw(groups: ParameterGroups, rate: float, decay: float, device: torch.device) -> torch.optim.AdamW:
@@ -209,7 +238,7 @@ def train_in_rounds(
     for done, round_ in enumerate(rounds):
         cohort = descend.cohort(task.slice_.past, task.positions, round_, length=length, stride=stride)
         descend(replace(loss, round_=round_), moved(cohort, device), optimiser)
-        progress(f"slice {task.slice_.index}", done + 1, len(rounds), "private rounds")
+        progress("private rounds", done + 1, len(rounds), f"private round {done + 1} of {len(rounds)}")
     model.refresh_mean_row()
     return at_rest(model), Fit((), len(rounds), int(task.positions.max(initial=-1)))
 

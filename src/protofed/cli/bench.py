@@ -21,9 +21,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from protofed.cli.progress import duration
 from protofed.cli.run import CACHE, load, settle
 from protofed.config import from_toml, parse_override
-from protofed.errors import ConfigError, ProtoFedError, in_one_line
+from protofed.errors import ConfigError, ProtoFedError, check_installed, in_one_line
 
 if TYPE_CHECKING:
     from protofed.experiments.bench import Board, Job, Status, Tell
@@ -66,6 +67,8 @@ def bench(
     if jobs < 1:
         raise ConfigError(f"--jobs must be at least 1, got {jobs}")
     part = grids.parse_shard(shard) if shard else (1, 1)
+    if ray:
+        check_installed(extra="ray")
     grid = chosen_grid(config, {"datasets": datasets, "methods": methods, "seeds": seeds}, preset_name, settings or [])
     check_places(grid, root, device)
     everything = grids.cells(grid, settle, grids.tuned_in(*tuned) if tuned else grids.untuned)
@@ -199,13 +202,6 @@ def overall(cells: Sequence["Cell"], board: "Board", jobs: int) -> str:
     failed = f", {states.count('failed')} failed" if "failed" in states else ""
     known = f", about {duration(left)} left" if math.isfinite(left) and left > 0 else ""
     return f"{states.count('done')} of {len(states)} done{failed}{known}"
-
-
-def duration(seconds: float) -> str:
-    """A time a person can read: 40 s, 12 min, 3.5 h."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5_400 else f"{seconds / 3_600:.1f} h"
 
 
 def live_table(cells: Sequence["Cell"], board: "Board", jobs: int, console: Console) -> Group:

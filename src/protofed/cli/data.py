@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
+from protofed.cli.group import Group
 from protofed.cli.progress import shown
 
 if TYPE_CHECKING:
     from protofed.data.stats import LogStats
 
-app = typer.Typer(help="Official data sets and prepared logs.", no_args_is_help=True)
+app = typer.Typer(cls=Group, help="Official data sets and prepared logs.", no_args_is_help=True)
 
 ROOT = typer.Option(Path("data"), "--root", help="The folder of prepared logs: ROOT/NAME/interactions.parquet.")
 AS_JSON = typer.Option(False, "--json", help="Print one JSON object instead of tables.")

@@ -1,5 +1,6 @@
 """`protofed demo`: the whole path on one log, from slices to a report."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -7,9 +8,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from protofed.cli.progress import shown
+from protofed.cli.progress import LOADING, shown
 from protofed.cli.run import CACHE, load, print_promise, settle, surroundings
+from protofed.errors import check_installed
 from protofed.methods.names import OURS
+from protofed.progress import Stage
 
 LABELS = {"sampled": "1+99", "full": "full"}
 METHODS = ("popularity", "frozen", "personal-memory", "finetune-last", OURS)
@@ -24,21 +27,29 @@ def demo(
     cache: Annotated[Path, typer.Option(help="folder where warm-ups are kept")] = CACHE,
 ) -> None:
     """Run the first methods on a log, print their accuracy and write a report."""
-    from protofed.experiments.run import Experiment, pick_device
-    from protofed.experiments.summary import summarise_run
-    from protofed.privacy.promise import promised
-    from protofed.report.page import build, check_target, write
+    check_installed(extra="report")
+    with shown(Console(stderr=True)) as progress:
+        progress.expect("protofed demo")
+        progress(LOADING, 0, None)
+        from protofed.experiments.run import Experiment, pick_device
+        from protofed.experiments.summary import summarise_run
+        from protofed.privacy.promise import promised
+        from protofed.report.page import build, check_target, write
 
-    check_target(report)
+        check_target(report)
+        progress(f"reading {dataset}", 0, None)
+        chosen = settle({"dataset": dataset})
+        log, around = load(chosen, root), surroundings(chosen, root)
     console = Console()
-    chosen = settle({"dataset": dataset})
-    log, around = load(chosen, root), surroundings(chosen, root)
     console.print(f"{log.name}: {len(log):,} events, {log.n_users:,} users, {log.n_items:,} items", highlight=False)
     rows = []
-    for method in METHODS:
+    for number, method in enumerate(METHODS):
         config = settle({"dataset": dataset, "method": method})
         console.print(f"{method} …", highlight=False)
         with shown(Console(stderr=True)) as progress:
+            stages = demo_stages(config.stream.n_slices)
+            title = f"{method}, {number + 1} of {len(METHODS)} methods"
+            progress.expect(title, stages, before=number * len(stages) // len(METHODS))
             experiment = Experiment(config, log, cache, pick_device(device), "protofed demo", keep=around)
             folder = experiment.run(out / method, progress)
         rows.append((method, summarise_run(folder)))
@@ -53,6 +64,13 @@ def demo(
             "`protofed demo --dataset NAME --root data`; `protofed data list` names the formats it reads.",
             highlight=False,
         )
+
+
+def demo_stages(n_slices: int) -> tuple[Stage, ...]:
+    """The stages of one method after another; what one takes says nothing about the next."""
+    from protofed.experiments.stages import stages_of
+
+    return tuple(replace(s, kind=f"{method}: {s.kind}") for method in METHODS for s in stages_of(n_slices))
 
 
 def table(rows: list[tuple[str, dict[str, object]]], name: str) -> Table:

@@ -5,11 +5,11 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from protofed.cli import data as data_commands
 from protofed.cli.bench import bench
 from protofed.cli.demo import demo
+from protofed.cli.group import Group
 from protofed.cli.pack import pack
 from protofed.cli.privacy import privacy
 from protofed.cli.recommend import recommend
@@ -21,7 +21,7 @@ from protofed.errors import ProtoFedError, in_one_line
 RESUMABLE = ("run", "demo", "tune")  # bench says it in its own words
 
 
-class Commands(TyperGroup):
+class Commands(Group):
     """The commands, with a last line for who stops one; typer itself would end without a word."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -29,7 +29,8 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             resumed = ctx.invoked_subcommand in RESUMABLE
-            continues = "; the same command continues from the last finished slice" if resumed else ""
+            where = "; the same command goes on from the last finished slice, or epoch of the warm-up"
+            continues = where if resumed else ""
             print(f"stopped{continues}", file=sys.stderr)
             raise typer.Exit(130) from None
 

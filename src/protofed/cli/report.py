@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from protofed.errors import ConfigError
+from protofed.errors import ConfigError, check_installed
 
 if TYPE_CHECKING:
     from protofed.experiments.grid import Cell
@@ -45,6 +45,8 @@ def report(
     if tuned and not grid:
         raise ConfigError("--tuned goes with --check or --grid: finished runs hold their own settings")
     kind = chosen_format(out, kind)
+    if kind == "html":
+        check_installed(extra="report")
     if grid and kind != "html":
         raise ConfigError(f"--grid goes with the HTML page, got --format {kind}; --check lists what is missing")
     out = out or Path(NAMES[kind])
@@ -68,12 +70,17 @@ def once(record: logging.LogRecord, said: set[str]) -> bool:
 
 def chosen_format(out: Path | None, kind: str | None) -> str:
     """The format that was asked for, else the one the file's name ends in."""
-    from protofed.report.export import format_of
+    from protofed.report.export import SUFFIXES
 
-    chosen = kind or (format_of(out) if out else "html")
-    if chosen not in NAMES:
-        raise ConfigError(f"--format must be one of {', '.join(NAMES)}, got {chosen!r}")
-    return chosen
+    if kind is not None:
+        if kind not in NAMES:
+            raise ConfigError(f"--format must be one of {', '.join(NAMES)}, got {kind!r}")
+        return kind
+    if out is None:
+        return "html"
+    if out.suffix.lower() not in SUFFIXES:
+        raise ConfigError(f"--out must end in one of {', '.join(SUFFIXES)}, got {out}; or name a --format")
+    return SUFFIXES[out.suffix.lower()]
 
 
 def write_page(runs: Path, out: Path, files: Sequence[Path] = (), tuned: Sequence[Path] = ()) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from protofed.config import RunConfig, in_range, override, parse_override, preset, values_of
-from protofed.errors import ConfigError
+from protofed.errors import ConfigError, check_installed
 from protofed.methods.names import OURS
 
 if TYPE_CHECKING:
@@ -48,11 +48,7 @@ def run(
     if list_methods:
         print_methods(as_json)
         return
-    from protofed.cli.progress import shown
-    from protofed.cli.track import tracked
-    from protofed.experiments.run import Experiment, pick_device
-    from protofed.experiments.summary import summarise_run
-    from protofed.privacy.promise import promised
+    from protofed.cli.progress import LOADING, shown
 
     if out is None:
         raise ConfigError("--out is missing: name the folder this run is to write, e.g. --out runs/first")
@@ -64,19 +60,42 @@ def run(
         "seed": seed,
         "clients": clients,
     }
+    check_budget(target_epsilon)
     given |= {"protofed.mode": mode, "privacy.trust": trust} | budget(target_epsilon, noise_multiplier)
     given["protofed.ablate"] = ",".join(sorted(set(ablate))) if ablate else None
     flags = {key: value for key, value in given.items() if value is not None}
     check_named(flags, config, settings or [])
-    chosen = settle(flags, config, settings or [])
-    log, around = load(chosen, root), surroundings(chosen, root)
-    command = shlex.join(["protofed", *sys.argv[1:]])
-    experiment = Experiment(chosen, log, cache, pick_device(device), command, keep=around)
-    with shown(Console(stderr=True)) as progress, tracked(track, out, chosen.stream.n_slices, progress) as watched:
-        folder = experiment.run(out, watched)
+    if track is not None:
+        check_installed(extra="track")
+    with shown(Console(stderr=True)) as progress:
+        progress.expect("protofed run")
+        progress(LOADING, 0, None)
+        from protofed.cli.track import tracked
+        from protofed.experiments.run import Experiment, pick_device
+        from protofed.experiments.stages import stages_of
+        from protofed.experiments.summary import summarise_run
+        from protofed.privacy.promise import promised
+
+        chosen = settle(flags, config, settings or [])
+        progress(f"reading {chosen.dataset}", 0, None)
+        log, around, n_slices = load(chosen, root), surroundings(chosen, root), chosen.stream.n_slices
+        command = shlex.join(["protofed", *sys.argv[1:]])
+        experiment = Experiment(chosen, log, cache, pick_device(device), command, keep=around)
+        progress.expect(f"{chosen.method} on {chosen.dataset}", stages_of(n_slices))
+        with tracked(track, out, n_slices, progress) as watched:
+            folder = experiment.run(out, watched)
     summary = summarise_run(folder)
     summary |= {"variant": chosen.variant, "privacy": promised(folder.path / "ledger.json", chosen.privacy.delta)}
     print(json.dumps(summary, indent=2, ensure_ascii=False)) if as_json else print_summary(summary, out)
+
+
+def check_budget(target_epsilon: float | None) -> None:
+    """Refuse ε = 0, which nothing that learns from a user has."""
+    if target_epsilon == 0:
+        raise ConfigError(
+            "--target-epsilon must be above 0, got 0; the project uses 3.4. Leave it out where --noise-multiplier is "
+            "given, and for a run without privacy"
+        )
 
 
 def budget(target_epsilon: float | None, noise_multiplier: float | None) -> dict[str, object]:
@@ -105,10 +124,34 @@ def check_named(flags: Mapping[str, object], file: Path | None, settings: Sequen
 
 
 def settle(flags: Mapping[str, object], file: Path | None = None, settings: Sequence[str] = ()) -> RunConfig:
-    """The run's config: what the preset and the method bring along, then the file, then flags, then --set."""
+    """The run's config: what the preset and the method bring along, then the file, then flags, then --set.
+
+    An error that is not there without the file names it.
+    """
+    if file is None:
+        return together({}, flags, settings)
+    written = values_of(file)
+    try:
+        return together(written, flags, settings)
+    except ConfigError as problem:
+        if str(problem) == refusal(flags, settings):
+            raise
+        raise ConfigError(f"{file}: {problem}") from problem
+
+
+def refusal(flags: Mapping[str, object], settings: Sequence[str]) -> str:
+    """What is wrong with these without any file; nothing where they are right."""
+    try:
+        together({}, flags, settings)
+    except ConfigError as problem:
+        return str(problem)
+    return ""
+
+
+def together(written: Mapping[str, object], flags: Mapping[str, object], settings: Sequence[str]) -> RunConfig:
+    """The config of a file's values, flags and --set, each going before those ahead of it."""
     from protofed.methods.catalogue import configured, method_named
 
-    written = values_of(file) if file is not None else {}
     typed = dict(parse_override(text) for text in settings)
     named = {**written, **flags, **typed}
     base = preset(named.get("preset", "small"))

@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from protofed.errors import ConfigError, MissingExtra
-from protofed.progress import Progress
+from protofed.progress import RUN, Progress
 
 SHOWN = [(c, s, m) for m in ("ndcg@10", "hr@10") for c in ("sampled", "full") for s in ("all", "novel")]
 TRACE = "validation_ndcg10"
@@ -63,7 +63,7 @@ def tracked(track: Path | None, folder: Path, n_slices: int, progress: Progress)
     tracker = Tracker(folder, writer_in(track))
 
     def report(task: str, done: int | float, total: int | float | None, note: str = "") -> None:
-        if task == "run":
+        if task == RUN and done:
             tracker.catch_up(int(done))
         progress(task, done, total, note)
 

@@ -104,11 +104,14 @@ def planned(
 
 def run_all(search: "Tuning", out: Path, cache: Path, device: "torch.device", console: Console, command: str) -> None:
     """Each trial that is not over yet, with a line for each; tables and best.toml are rewritten after every one."""
+    from protofed.experiments.stages import stages_of
     from protofed.experiments.tuning import run_trial
 
     say_if_nothing(search, console)
     for trial in search.trials:
         with shown(console) as bars:
+            title = f"{search.config.method} trial {trial.number + 1} of {len(search.trials)}"
+            bars.expect(title, stages_of(search.n_slices))
             progress = bars if console.is_terminal else silent
             outcome = run_trial(search, trial, out, cache, device, command=command, progress=progress)
         noted(search, outcome, out, console)

@@ -144,5 +144,5 @@ def loader(known: Dataset) -> Load:
     try:
         load: Load = getattr(importlib.import_module(f"protofed.data.datasets.{module}"), function)
     except ModuleNotFoundError as missing:
-        raise MissingExtra(missing.name or "polars", "core") from missing
+        raise MissingExtra(missing.name or "polars") from missing
     return load

@@ -33,7 +33,7 @@ from protofed.progress import Progress, silent
 try:
     import polars as pl
 except ImportError as missing:
-    raise MissingExtra("polars", "core") from missing
+    raise MissingExtra("polars") from missing
 
 logger = logging.getLogger(__name__)
 

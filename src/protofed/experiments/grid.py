@@ -106,7 +106,11 @@ def read_grid(path: Path) -> Grid:
     """The grid in a TOML file, strictly: an unknown key is an error that suggests the nearest."""
     if not path.is_file():
         raise ConfigError(f"no experiment file at {path}")
-    return grid_of(values_of(path))
+    values = values_of(path)
+    try:
+        return grid_of(values)
+    except ConfigError as problem:
+        raise ConfigError(f"{path}: {problem}") from problem
 
 
 def grid_of(values: Mapping[str, object]) -> Grid:

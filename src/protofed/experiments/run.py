@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,13 @@ from protofed.experiments.evaluate import (
 )
 from protofed.experiments.folder import RunFolder
 from protofed.experiments.publish import Surroundings, publish, write_card
+from protofed.experiments.stages import CHECKING, PREPARING, WARM_UP, evaluating, learning
 from protofed.inference.folder import CARD, MODEL
 from protofed.methods.catalogue import configured, method_named
 from protofed.methods.private import as_asked
 from protofed.methods.protocol import Diagnostics, Method, Recommending, Releasing, World
 from protofed.privacy.ledger import SHARE, Ledger, share_with_base_events
-from protofed.progress import Progress, silent
+from protofed.progress import RUN, Progress, silent, within
 from protofed.slices.leaks import check_candidates, check_evidence
 from protofed.slices.stream import SliceStream, TimeSlice
 from protofed.snapshot import Snapshot, restore, take_snapshot
@@ -94,7 +95,9 @@ def run_slices(
     checkpoint = folders.load_checkpoint(folder)  # damage is told before anything is computed
     if checkpoint is not None:
         folders.check_slices(folder, checkpoint[0])
-    check_all_candidates(data)
+    n_slices = data.n_slices
+    progress(RUN, 0, n_slices + 1)
+    check_all_candidates(data, progress)
     world, warm_up_seconds = warmed_up(experiment, folder, data, progress)
     state, first = resume(folder, checkpoint, method, world)
     for index in range(first, data.n_slices + 1):
@@ -103,15 +106,19 @@ def run_slices(
         if index > 0:
             descend = PlainDescent(experiment.config.training.max_grad_norm)
             write_ahead(folder, method, world, state, slices_ahead=1)
-            state, diagnostics = method.learn(world, state, slice_, descend)
+            progress(learning(index, n_slices), 0, None)
+            learner = replace(world, progress=within(progress, learning(index, n_slices)))
+            state, diagnostics = method.learn(learner, state, slice_, descend)
         learned = time.monotonic()
         check_evidence(data, index, method.evidence(state))
-        tables = evaluate(method, world, state, slice_, data, diagonal=experiment.diagonal)
+        progress(evaluating(index, n_slices), 0, None)
+        asker = replace(world, progress=within(progress, evaluating(index, n_slices)))
+        tables = evaluate(method, asker, state, slice_, data, diagonal=experiment.diagonal)
         seconds = {"learn": learned - began, "evaluate": time.monotonic() - learned}
         tables["timing"] = timing(index, seconds if index else {"warm-up": warm_up_seconds, **seconds})
         folder.log({"slice": index, "stage": "learn", **diagnostics})
         folders.save_slice(folder, index, tables, take_snapshot(state))
-        progress("run", index + 1, data.n_slices + 1, f"slice {index} done")
+        progress(RUN, index + 1, n_slices + 1, f"slice {index} done")
     if experiment.keep is not None and isinstance(method, Recommending):
         publish(folder, method, world, state, data, experiment.keep)
     folders.finish(folder, data.n_slices)
@@ -121,9 +128,11 @@ def warmed_up(experiment: Experiment, folder: RunFolder, data: SliceStream, prog
     """The world every method starts from, and how long its warm-up took (next to nothing where it was kept)."""
     began = time.monotonic()
     config, device = experiment.config, experiment.device
-    backbone, fit = cached_warm_up(config, data, experiment.cache, device=device, progress=progress)
+    told = within(progress, WARM_UP)
+    backbone, fit = cached_warm_up(config, data, experiment.cache, device=device, progress=told)
     folder.log({"slice": 0, "stage": "warm-up", **fit.diagnostics()})
-    return World(config, data.slice_(0), backbone, progress), time.monotonic() - began
+    progress(PREPARING, 0, None)
+    return World(config, data.slice_(0), backbone, within(progress, PREPARING)), time.monotonic() - began
 
 
 def write_ahead(folder: RunFolder, method: Method[Any], world: World, state: Any, *, slices_ahead: int) -> None:
@@ -143,9 +152,10 @@ def refuse_raw_counts(ledger: Ledger, config: RunConfig) -> None:
         )
 
 
-def check_all_candidates(data: SliceStream) -> None:
+def check_all_candidates(data: SliceStream, progress: Progress = silent) -> None:
     """No candidate set of any slice looks ahead."""
     for index in range(data.n_slices + 1):
+        progress(CHECKING, index, data.n_slices + 1)
         for part in ("val", "test"):
             check_candidates(data, data.query_set(index, part))
 
@@ -190,7 +200,7 @@ def evaluate(
             if groups is not None:
                 rows += exposure_rows(answered, groups)
                 ranks.append(rank_rows(answered, data.log.user_ids))
-        world.progress(f"evaluate after slice {trained}", tested + 1, data.n_slices + 1, "")
+        world.progress(f"slice {tested}", tested + 1, data.n_slices + 1, f"questions of slice {tested}")
     metrics = pa.Table.from_pylist(rows, schema=METRICS_SCHEMA)
     return {"metrics": metrics, "per_user": pa.concat_tables(users), "ranks": pa.concat_tables(ranks)}
 

@@ -22,16 +22,22 @@ class Stream:
 Plan = tuple[Stream, ...]
 
 
+def check_paid(privacy: PrivacyConfig, streams: Sequence[Stream]) -> None:
+    """Refuse a private run with neither a budget nor a noise for what it releases."""
+    if not privacy.target_epsilon and not all(one.noise_multiplier or not one.rounds for one in streams):
+        raise ConfigError(
+            "a private run needs --target-epsilon or --noise-multiplier, got 0 for both; --mode nodp runs without noise"
+        )
+
+
 def plan_releases(privacy: PrivacyConfig, streams: Sequence[Stream], *, private: bool = True) -> Plan:
     """Every stream with its noise, solved for the target ε or given; with both, as many rounds as the target pays for.
 
     The number of rounds is fixed ahead: stopping early on what was seen would itself have to be paid for. Streams with
     a share are paid for first, in all slices; everything is priced together. Without privacy, all rounds, no noise.
     """
-    if private and not privacy.target_epsilon and not all(one.noise_multiplier or not one.rounds for one in streams):
-        raise ConfigError(
-            "a private run needs --target-epsilon or --noise-multiplier, got 0 for both; --mode nodp runs without noise"
-        )
+    if private:
+        check_paid(privacy, streams)
     plan: dict[str, Stream] = {}
     for asked in sorted(streams, key=lambda one: one.share is None):
         spent = ledger(tuple(plan.values())) if asked.share is None else ()

@@ -87,17 +87,21 @@ def prepare(config: RunConfig, base: TimeSlice, backbone: SASRec, rule: LocalRul
     settings, device = config.protofed, backbone.items.device
     devices, boost = teach_base_devices(config, base, backbone, rule, progress)
     learned = devices.met.nonzero()[:, 0]
+    progress("codec and query encoder", 0, None)
     prompts = devices.prompts.long[learned].to(device)
     windows = base_windows(config, select(devices, learned))
     codec = fit_codec(config, backbone, prompts, windows)
     g = fit_query_encoder(config, backbone, codec.encode(prompts), to_device(select(devices, learned), device), windows)
+    progress("drift", 0, None)
     drift, encoders = observe_base_drift(config, base, backbone, codec, g, devices)
     devices = replace(devices, drift=drift)
+    progress("first prototypes", 0, None)
     library = first_library(config, base.past.n_users, codec.encode(prompts))
     prior = torch.zeros(len(VARIANTS), device=device)
     made = Prepared(encoders, library, devices, boost, 0.0, prior)
     if settings.at_once and rule.use_rows:
         made = replace(made, just_met=fit_just_met(base, made.model(backbone, rule, base.n_train_items), devices))
+    progress("what prompts and rows are worth", 0, None)
     made = made if "acceptance" in settings.ablate else with_prior(config, base, backbone, rule, made)
     use_prompt, use_rows = choose_variants(made.devices.losses, made.prior, rule.allowed)
     return replace(made, devices=replace(made.devices, use_prompt=use_prompt, use_rows=use_rows))
@@ -159,7 +163,8 @@ def teach_base_devices(
     schedule = Schedule(0, settings.base_steps, 0, 0, config.privacy.sampling_rate, settings.chunk, config.seed)
     for step in range(settings.base_steps):
         stacks, _ = step_stacks(model, stacks, schedule, step)
-        progress("base devices", step + 1, settings.base_steps, "")
+        note = f"base devices, step {step + 1} of {settings.base_steps}"
+        progress("base devices", step + 1, settings.base_steps, note)
     learned = put_stacks(devices, stacks)
     boost = settings.met_boost * met_boost(devices.rows, learned.rows, learned.taste)
     return replace(learned, active=torch.zeros_like(learned.active)), boost

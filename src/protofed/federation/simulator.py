@@ -22,6 +22,7 @@ from protofed.federation.rounds import server_noise, summarise_rounds, timetable
 from protofed.inference.end import end_slice, validation_questions
 from protofed.privacy.draws import SeededDraws
 from protofed.privacy.upload import RoundRule
+from protofed.progress import Progress, silent
 from protofed.seeds import stream
 from protofed.server.accept import accept
 from protofed.server.aggregate import RoundReport, server_aggregate
@@ -60,18 +61,21 @@ def simulate_slice(
     slice_: TimeSlice,
     rule: RoundRule,
     schedule: Schedule,
+    progress: Progress = silent,
 ) -> tuple[PrototypeLibrary, DeviceState, dict[str, int | float]]:
     """All local steps and rounds of one slice; library and devices come back new, and what happened."""
     stacks = list(begin_stacks(model, devices, slice_, schedule))
     steps: list[StepReport] = []
     rounds: list[RoundReport] = []
-    for what, number in timetable(schedule.steps, schedule.rounds):
+    planned = list(timetable(schedule.steps, schedule.rounds))
+    for done, (what, number) in enumerate(planned):
         model = model if model.version == library.version else receive(model, library.broadcast())
         if what == "step":
             stacks, steps = step_stacks(model, stacks, schedule, number)
         else:
             library, report = simulate_round(model, library, devices, stacks, rule, schedule, number)
             rounds.append(report)
+        progress("steps and rounds", done + 1, len(planned), f"{what} {number + 1}")
     active = sum(len(stack.places) for stack in stacks)
     return (
         library,

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from protofed.backbone.training import Descend
 from protofed.config import PrivacyConfig, RunConfig
-from protofed.errors import ConfigError
-from protofed.federation.plan import Stream, ledger, plan_releases
+from protofed.errors import ConfigError, check_installed
+from protofed.federation.plan import Plan, Stream, check_paid, ledger, plan_releases
 from protofed.methods.baselines.adapters import AdapterCL, Adapters
 from protofed.methods.baselines.ccd import CCD
 from protofed.methods.baselines.dual_lora import DualLoRA
@@ -37,6 +37,7 @@ from protofed.methods.catalogue import METHODS, has_modes, private_by_itself
 from protofed.methods.frozen import Frozen
 from protofed.methods.popularity import Popularity
 from protofed.methods.protocol import Diagnostics, Method, Releasing, World
+from protofed.methods.protofed_rules import streams_asked
 from protofed.methods.scoring import refuse_prior
 from protofed.privacy.accountant import check_ahead
 from protofed.privacy.descent import Meter, PrivateDescent
@@ -112,9 +113,7 @@ class Private:
     def start(self, world: World) -> PrivateState:
         """The method's own start, and the noise that all rounds of the whole stream together ask for."""
         check_private_settings(world.config)
-        privacy, n_slices = world.config.privacy, world.config.stream.n_slices
-        wanted = self.trainings.until(n_slices) * privacy.rounds_per_slice
-        (steps,) = plan_releases(privacy, (steps_stream(privacy, wanted, privacy.noise_multiplier),))
+        (steps,) = plan_releases(world.config.privacy, (self.steps_asked(world.config),))
         start = self.method.start(world)
         return PrivateState(start, steps.noise_multiplier, steps.rounds, 0, slice_index=world.base.index)
 
@@ -130,6 +129,11 @@ class Private:
             raise AssertionError(f"{declared} private rounds were declared, {meter.asked} asked for, {meter.made} made")
         learned = replace(state, inner=inner, rounds=rounds, slice_index=slice_.index)
         return learned, {**diagnostics, **meter.diagnostics(), "noise_multiplier": state.noise_multiplier}
+
+    def steps_asked(self, config: RunConfig) -> Stream:
+        """All private steps of the whole stream, with the noise that is given."""
+        wanted = self.trainings.until(config.stream.n_slices) * config.privacy.rounds_per_slice
+        return steps_stream(config.privacy, wanted, config.privacy.noise_multiplier)
 
     def _descent(self, world: World, state: PrivateState, slice_: TimeSlice, meter: Meter) -> PrivateDescent:
         privacy = world.config.privacy
@@ -179,12 +183,26 @@ def as_asked(method: Method[Any], config: RunConfig) -> Method[Any]:
 
     What a private run cannot promise is refused here, before any work.
     """
-    if private_by_itself(config.method, config.protofed.mode) or config.privacy.wrap:
+    by_itself = private_by_itself(config.method, config.protofed.mode)
+    if by_itself or config.privacy.wrap:
         check_given_noise(config)
+    if by_itself:
+        check_payable(config.privacy, streams_asked(config)[:1])
     if not config.privacy.wrap:
         return method
     check_private_settings(config)
-    return method if isinstance(method, Releasing) else with_dp(method)
+    if isinstance(method, Releasing):
+        return method
+    private = with_dp(method)
+    check_payable(config.privacy, (private.steps_asked(config),))
+    return private
+
+
+def check_payable(privacy: PrivacyConfig, streams: Plan) -> None:
+    """Refuse releases without a budget and without noise, and a budget that nothing here can solve the noise for."""
+    check_paid(privacy, streams)
+    if privacy.target_epsilon and any(one.rounds for one in streams):
+        check_installed("dp-accounting")
 
 
 def check_given_noise(config: RunConfig) -> None:

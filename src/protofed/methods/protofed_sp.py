@@ -84,6 +84,7 @@ class ProtoFedSP:
         """The base block: encoders, first prototypes, base users' devices; and the noise the budget asks for."""
         config = as_run(world.config)
         check_claim(config)
+        world.progress("noise for the budget", 0, None)
         (prototypes, rows), maps = plan_noise(world, config)
         round_rule(config, 1, prototypes.noise_multiplier, world.base.past.n_users)  # refused before any work
         if config.protofed.mode == "reference" and config.protofed.prototypes:
@@ -120,7 +121,7 @@ class ProtoFedSP:
         devices = resize(state.devices, torch.from_numpy(slice_.user_keys))
         rule = round_rule(config, state.library.n_prototypes, state.noise_multiplier, len(devices))
         schedule, model = schedule_of(config, state, slice_), model_of(world, state, slice_.n_train_items)
-        library, devices, told = simulate_slice(model, state.library, devices, slice_, rule, schedule)
+        library, devices, told = simulate_slice(model, state.library, devices, slice_, rule, schedule, world.progress)
         reseeded = 0
         if schedule.rounds and config.protofed.mode != "literal":
             library, reseeded = slice_end(library, rule, stream(config.seed, "pruning", slice_.index))

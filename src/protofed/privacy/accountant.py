@@ -321,7 +321,7 @@ def _composed(ledger: Ledger) -> Any:
     try:
         from dp_accounting.pld import privacy_loss_distribution as pld
     except ImportError as missing:
-        raise MissingExtra("dp-accounting", "core") from missing
+        raise MissingExtra("dp-accounting") from missing
     grid = _grid(ledger)
     whole = None
     for (multiplier, rate), count in _counted(ledger).items():
@@ -342,7 +342,7 @@ def _rdp_epsilon(ledger: Ledger, delta: float) -> float:
         import dp_accounting
         from dp_accounting.rdp import RdpAccountant
     except ImportError as missing:
-        raise MissingExtra("dp-accounting", "core") from missing
+        raise MissingExtra("dp-accounting") from missing
     accountant = RdpAccountant()
     with _quiet():
         for (multiplier, rate), count in _counted(ledger).items():

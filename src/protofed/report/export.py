@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from protofed.errors import MissingExtra
 from protofed.privacy.accountant import adjacency, epsilon, rounded_up
@@ -178,11 +177,6 @@ def to_tidy_csv(results: Sequence[Results], warned: Sequence[str] = ()) -> str:
 
 FORMATS: dict[str, Write] = {"md": to_markdown, "latex": to_latex, "csv": to_tidy_csv}
 SUFFIXES = {".html": "html", ".htm": "html", ".md": "md", ".tex": "latex", ".csv": "csv"}
-
-
-def format_of(out: Path) -> str:
-    """The format a file's name asks for; HTML where it says nothing."""
-    return SUFFIXES.get(out.suffix.lower(), "html")
 
 
 def _records(results: Results) -> Iterator[dict[str, object]]:

@@ -35,7 +35,7 @@ def test_the_cache_gives_back_the_same_bits_without_training(tmp_path, monkeypat
     assert not again.training
     _, queries = questions()
     assert torch.equal(again.last_hidden(queries.tokens), model.last_hidden(queries.tokens))
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert len(list((tmp_path / "cache").glob("warm-up-*"))) == 1
 
 
 def test_the_warm_up_does_not_depend_on_the_global_generator():
@@ -51,7 +51,7 @@ def test_the_warm_up_does_not_depend_on_the_global_generator():
 @pytest.mark.parametrize("kept", [0, 4, 60, 0.5, 0.99])
 def test_a_truncated_file_is_trained_again_and_replaced(tmp_path, kept):
     model, fit = warm(tmp_path)
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("warm-up-*")
     whole = path.read_bytes()
     path.write_bytes(whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
     with pytest.raises(RunFolderError, match="cannot be read"):
@@ -64,7 +64,7 @@ def test_a_truncated_file_is_trained_again_and_replaced(tmp_path, kept):
 
 def test_a_file_of_another_shape_is_refused_by_name(tmp_path):
     warm(tmp_path)
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("warm-up-*")
     wider = replace(CONFIG, backbone=replace(CONFIG.backbone, width=8))
     with pytest.raises(RunFolderError, match=path.name):
         load_backbone(path, wider, CPU)

@@ -82,7 +82,7 @@ def test_one_client_with_a_broken_query_leaves_the_others_alone():
 
 def test_without_faiss_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "faiss", None)
-    with pytest.raises(MissingExtra, match="pip install 'protofed\\[ann\\]'"):
+    with pytest.raises(MissingExtra, match="pip install faiss-cpu"):
         route(vectors(1, 0), vectors(3, 1), top_m=2, temperature=0.07, search=faiss_search)
 
 

@@ -83,7 +83,7 @@ def test_what_the_first_task_leaves_for_all_is_there_before_the_others_begin(tmp
     ("teach", "kind", "text"),
     [
         (refusing, ProtoFedError, "the rate must be positive, got -1"),
-        (lacking, ProtoFedError, "pip install 'protofed[ray]'"),
+        (lacking, ProtoFedError, "pip install ray"),
         (breaking, RuntimeError, "ZeroDivisionError: by zero"),
         (dying, MachineError, "ended with code 7 in the middle of 1"),
     ],

@@ -30,7 +30,7 @@ def test_json_is_all_that_is_printed_when_asked_for(tmp_path: Path, capsys: pyte
 
 
 def test_a_place_that_cannot_take_a_page_is_refused_before_any_run_is_read(tmp_path: Path) -> None:
-    with pytest.raises(ProtoFedError, match=r"must end in \.html"):
+    with pytest.raises(ProtoFedError, match=r"must end in one of \.html"):
         report(tmp_path / "no such runs", tmp_path / "report.txt")
 
 

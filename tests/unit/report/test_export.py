@@ -95,7 +95,7 @@ def test_epsilon_stands_beside_all_it_is_computed_from(results):
 
 def test_without_the_library_that_prices_it_epsilon_is_a_dash_beside_its_inputs(results, monkeypatch):
     def missing(*_, **__):
-        raise MissingExtra("dp-accounting", "core")
+        raise MissingExtra("dp-accounting")
 
     monkeypatch.setattr(export, "epsilon", missing)
     assert "| fedavg: prototypes | 1 | 1 | 2 | 2 | 1e-05 | – | central |" in to_markdown(results, [])

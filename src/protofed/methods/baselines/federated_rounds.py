@@ -123,7 +123,8 @@ def federate(
     for number in range(rounds.count):
         server, report = one_round(world, server, data, slice_, rounds, rounds.first + number, losses_for)
         reports.append(report)
-        world.progress(f"rounds of slice {slice_.index}", number + 1, rounds.count, f"client loss {report.loss:.4f}")
+        note = f"round {number + 1} of {rounds.count}, client loss {report.loss:.4f}"
+        world.progress("rounds", number + 1, rounds.count, note)
     return server, reports
 
 
