@@ -39,10 +39,10 @@ def recommend(
     found = load(model)
     console = Console(stderr=True)
     device = found.device(user) if user is not None else found.device(history=split_ids(history or ""))
-    for line in remarks(device, user):
-        console.print(line, highlight=False, soft_wrap=True)
-    among = None if candidates is None else known_candidates(candidates, found.catalogue, console)
+    among, missing = (None, "") if candidates is None else known_candidates(candidates, found.catalogue)
     answer = device.recommend(n, candidates=among, exclude_seen=exclude_seen, why=why)
+    for line in [*remarks(device, user), *([missing] if missing else [])]:
+        console.print(line, highlight=False, soft_wrap=True)
     if as_json:
         print(json.dumps(as_dict(found, device, user, answer), ensure_ascii=False))
     else:
@@ -66,19 +66,19 @@ def remarks(device: "Device", user: str | None) -> Iterable[str]:
         yield f"user {user} has {events} known events, too few to learn from: served from them directly"
 
 
-def known_candidates(path: Path, catalogue: "Catalogue", console: Console) -> list[str]:
-    """The ids in a file that the model knows; the others are counted aloud."""
+def known_candidates(path: Path, catalogue: "Catalogue") -> tuple[list[str], str]:
+    """The ids in a file that the model knows, and a remark where it does not know all."""
     try:
         ids = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as problem:
-        raise DataError(f"{path}: candidates are a text file with one item id a line, found {problem}") from problem
+        reason = getattr(problem, "strerror", None) or "text that is not UTF-8"
+        raise DataError(f"{path}: candidates are a text file with one item id a line, found {reason}") from problem
     known = [item for item in ids if catalogue.number(item) is not None]
     if not known:
         raise DataError(f"{path}: none of its {len(ids):,} lines is an item of this model; give one item id a line")
-    if len(known) < len(ids):
-        missing = len(ids) - len(known)
-        console.print(f"{missing:,} of {len(ids):,} candidates are unknown to this model", highlight=False)
-    return list(dict.fromkeys(known))
+    missing = len(ids) - len(known)
+    remark = f"{missing:,} of {len(ids):,} candidates are unknown to this model" if missing else ""
+    return list(dict.fromkeys(known)), remark
 
 
 def as_dict(

@@ -1,0 +1,93 @@
+"""A recommendation for one user against the backbone's own pass for the same query, and the time to the first answer.
+
+    python benchmarks/recommend_speed.py runs/shop
+
+Every answer is computed anew: routing, prompt, own rows, ranking; nothing is kept from the answer before. The peer is
+the bare backbone (`SASRec.last_hidden`, scores of all items, the ten best) on the same history. Users are those of the
+folder who use their prompt and their own rows, which is the longest way.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+import protofed
+from protofed.client.state import select
+from protofed.inference import device as single
+from protofed.inference.online import online_inference
+
+
+def milliseconds(call: Callable[[], object], repeats: int) -> float:
+    """The median of seven means, each over `repeats` calls."""
+    call()
+    means = []
+    for _ in range(7):
+        began = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        means.append((time.perf_counter() - began) / repeats * 1e3)
+    return statistics.median(means)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="a model's folder")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--users", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=50)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    began = time.perf_counter()
+    model = protofed.load(arguments.folder)
+    loading = time.perf_counter() - began
+    backbone, shared = model.model.backbone, model.model
+    places = (model.devices.use_prompt & model.devices.use_rows & model.devices.met).nonzero()[:, 0][: arguments.users]
+    if not len(places):
+        sys.exit(f"error: no device of {arguments.folder} uses both its prompt and its own rows; train a larger model")
+    ratios, alone, whole, stacked = [], [], [], []
+    for place in places:
+        state = select(model.devices, place[None])
+        device = protofed.Device(model, state, None, learned=0)  # type: ignore[arg-type]
+
+        @torch.no_grad()
+        def bare(state: object = state) -> object:
+            query = single.as_query(shared, state)  # type: ignore[arg-type]
+            return backbone.scores(backbone.last_hidden(query.tokens), query.n_items)[0].topk(10)
+
+        @torch.no_grad()
+        def in_a_stack(state: object = state) -> object:
+            return online_inference(shared, state, single.as_query(shared, state))[0].topk(10)  # type: ignore[arg-type]
+
+        alone.append(milliseconds(bare, arguments.repeats))
+        whole.append(milliseconds(lambda device=device: device.recommend(10), arguments.repeats))  # type: ignore[misc]
+        stacked.append(milliseconds(in_a_stack, arguments.repeats))
+        ratios.append(whole[-1] / alone[-1])
+    command = [sys.executable, "-m", "protofed.cli.main", "recommend", arguments.folder, "--history", "", "--json"]
+    began = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True)
+    print(
+        json.dumps(
+            {
+                "items": shared.n_items,
+                "devices": len(model.devices),
+                "load_s": round(loading, 2),
+                "first_answer_of_the_command_s": round(time.perf_counter() - began, 2),
+                "backbone_ms": round(statistics.median(alone), 3),
+                "recommend_ms": round(statistics.median(whole), 3),
+                "through_the_stacked_way_ms": round(statistics.median(stacked), 3),
+                "recommend_over_backbone": round(statistics.median(ratios), 2),
+                "worst_user": round(max(ratios), 2),
+            },
+            indent=2,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
