@@ -52,17 +52,18 @@ class InteractionLog:
         return int((self.times[1:] != self.times[:-1]).sum()) + 1 if len(self) else 0
 
 
-def check_seconds(times: np.ndarray, where: str) -> None:
+def check_seconds(times: np.ndarray, where: str, way_out: str = "") -> None:
     """Refuse timestamps that cannot be unix seconds: negative ones, and those after the year 2100."""
+    way_out = f", {way_out}" if way_out else ""
     if len(times) and int(times.min()) < 0:
         raise DataError(
             f"{where}: timestamps must be unix seconds since 1970, found the negative {int(times.min())}; "
-            "drop or repair those rows"
+            f"drop or repair those rows{way_out}"
         )
     if len(times) and int(times.max()) > END_OF_2100:
         raise DataError(
             f"{where}: timestamps must be unix seconds before the year 2101, found {int(times.max())}; "
-            "they look like milliseconds: divide them by 1000"
+            f"they look like milliseconds: divide them by 1000{way_out}"
         )
 
 
