@@ -496,7 +496,7 @@ def gather(name: str, frames: Iterator[pl.DataFrame], shape: Shape, tally: Tally
     if times is None:
         raise DataError(f"{path}: a log needs at least one usable row, found none; see docs/datasets.md for the format")
     check_seconds(times, str(path))
-    order, times = chronological(times, sort=_sorted)
+    order, times = chronological(times)
 
     def sorted_(column: str) -> np.ndarray | None:
         values = pieces.taken(column)
@@ -522,12 +522,6 @@ def _usable(frame: pl.DataFrame, tally: Tally) -> pl.DataFrame:
         return frame
     mask = frame.select(pl.all_horizontal(good).alias("good"))["good"]
     return frame if mask.all() else tally.malform(frame, mask)
-
-
-def _sorted(keys: np.ndarray) -> np.ndarray:
-    """Sorted on all cores, in half the time of numpy's sort on one; the array itself, since two would not fit."""
-    np.copyto(keys, pl.Series(keys).sort(in_place=True).to_numpy())
-    return keys
 
 
 def check_share(path: Path, tally: Tally) -> None:

@@ -142,11 +142,18 @@ def starts_oddly(rows: bytes, separator: str) -> bool:
     comma, line, quote, space, zero, plus, minus = map(ord, (separator, "\n", '"', " ", "0", "+", "-"))
     for start in range(0, len(marks), STEP):  # a piece stays in the processor's cache
         piece = marks[start : start + STEP + 3]
-        behind, before, mark, after = piece[:-3], piece[1:-2], piece[2:-1], piece[3:]
+        starts = piece[1:-2] <= max(ord(","), quote, space)  # no digit and no letter
+        if comma > ord(","):
+            starts |= piece[1:-2] == comma
+        starts &= piece[2:-1] - np.uint8(plus) <= zero - plus  # one of + , - . / 0
+        places = np.flatnonzero(starts)
+        if not len(places):
+            continue
+        behind, before, mark, after = (piece[places + shift] for shift in range(4))
         odd = (mark == zero) & (after - np.uint8(zero) < 10) | (mark == plus) | (mark == minus) & (after == zero)
-        odd &= (before == comma) | (before == line) | (before == quote) | (before == space)
-        places = np.flatnonzero(odd)  # few: a space is a start where it follows one
-        if (np.isin(before[places], space, invert=True) | np.isin(behind[places], (comma, line, quote, space))).any():
+        at_start = (before == comma) | (before == line) | (before == quote)
+        after_space = (behind == comma) | (behind == line) | (behind == quote) | (behind == space)
+        if (odd & (at_start | (before == space) & after_space)).any():
             return True
     return False
 
