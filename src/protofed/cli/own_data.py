@@ -75,14 +75,16 @@ def _choices(done: "Summary") -> Iterator[str]:
 
 
 def _sentences(done: "Summary") -> Iterator[str]:
-    yield f"{done.file}: {done.rows:,} rows, {done.users:,} users, {done.items:,} items, {done.first} to {done.last}"
+    size = f"{_of(done.rows, 'row')}, {_of(done.users, 'user')}, {_of(done.items, 'item')}"
+    yield f"{done.file}: {size}, {done.first} to {done.last}"
     lost = ""
     if done.first_malformed is not None:
         first = done.first_malformed
         lost = f", {done.malformed:,} malformed and dropped (the first is row {first['row']:,}: {first['what']})"
-    yield f"{done.read:,} rows read{lost}"
+    yield f"{_of(done.read, 'row')} read{lost}"
     if done.duplicates:
-        yield f"duplicates, which are kept: {done.duplicates:,} rows with the user, item and time of an earlier one"
+        again = _of(done.duplicates, "row")
+        yield f"duplicates, which are kept: {again} with the user, item and time of an earlier one"
     if done.users_below_five:
         yield (
             f"users with fewer than five events: {done.users_below_five:,} of {done.users:,}; they are not trained on, "
@@ -99,7 +101,7 @@ def _sentences(done: "Summary") -> Iterator[str]:
 
 def _item_sentences(table: "ItemSummary", n_items: int) -> Iterator[str]:
     about = ", ".join(role for role in table.columns if role != "item")
-    yield f"{table.file}: {table.rows:,} items with {about or 'nothing else'}"
+    yield f"{table.file}: {_of(table.rows, 'item')} with {about or 'nothing else'}"
     yield f"{table.log_items_without_row:,} of {n_items:,} items have no row in {table.source}"
     lost = {
         "rows without a usable identifier, dropped": table.malformed,
@@ -109,3 +111,7 @@ def _item_sentences(table: "ItemSummary", n_items: int) -> Iterator[str]:
     yield from (f"{what}: {count:,}" for what, count in lost.items() if count)
     if table.dropped_columns:
         yield f"columns left out: {', '.join(table.dropped_columns)}"
+
+
+def _of(count: int, thing: str) -> str:
+    return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"

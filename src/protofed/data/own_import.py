@@ -13,10 +13,12 @@ from protofed.data.interactions import InteractionLog
 from protofed.data.items import Items, read_items, without_row
 from protofed.data.own_log import MALFORMED_SHARE, Asked, OwnLog, read_log
 from protofed.data.prepared import ITEMS_FILE, check_name, save_log
+from protofed.data.reading import EARLIEST_MILLISECONDS
 from protofed.data.stats import Counts, core_counts, counts, day_and_time
 from protofed.data.tables import check_file
 from protofed.progress import Progress, silent
 
+EARLY = EARLIEST_MILLISECONDS // 1000  # unix seconds of March 1973
 FEW = 5  # events; users with fewer are not in the 5-core
 
 
@@ -108,6 +110,8 @@ def _summary(own: OwnLog, file: Path, name: str, items: ItemSummary | None) -> S
     log, remarks = own.log, own.remarks
     if items is None and file.with_name(ITEMS_FILE).is_file():
         remarks += (f"{file.with_name(ITEMS_FILE)} stays as it was; --items FILE replaces it",)
+    if int(log.times[-1]) < EARLY:
+        remarks += (f"all times lie before 1973: is {own.columns['time']} the right column?",)
     size = counts(log)
     return Summary(
         name=name,
