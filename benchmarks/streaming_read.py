@@ -1,9 +1,11 @@
-"""Read a generated file in the Taobao format: our loader against plain polars, in time and in memory.
+"""Read a generated log: our loader against plain polars, in time and in memory.
 
-    python benchmarks/streaming_read.py --rows 20000000
+    python benchmarks/streaming_read.py --rows 20000000                  # the loader of the Taobao format
+    python benchmarks/streaming_read.py --rows 20000000 --case import    # `protofed data import`, three columns
 
-Both read the same file in turn, each in a process of its own, so that neither inherits the other's memory. The last
-line printed is one JSON object; the exit code is 1 where a limit is broken.
+All read the same file in turn, each in a process of its own, so that none inherits another's memory. The last
+line printed is one JSON object; the exit code is 1 where a limit is broken. `command` is all of `protofed data import`,
+the written parquet file and the counts included; no limit is set for it.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-PEAK_LIMITS_GB = {20_000_000: 1.7, 100_000_000: 6.0}  # up to so many rows
+PEAK_LIMITS_GB = {"taobao": {20_000_000: 1.7, 100_000_000: 6.0}, "import": {20_000_000: 2.0}}  # up to so many rows
 TIME_LIMIT = 3.0  # times the plain read
 USERS, ITEMS, CATEGORIES = 987_994, 4_162_024, 9_439
 BEHAVIOURS, SHARES = ("pv", "cart", "fav", "buy"), (0.895, 0.95, 0.98)  # cumulative; the rest is buy
@@ -25,7 +27,7 @@ STRAY = 5e-4  # of the timestamps lie outside the official window
 CHUNK = 2_000_000
 
 
-def generate(path: Path, rows: int) -> None:
+def generate(path: Path, rows: int, header: bool) -> None:
     """Write `rows` events, grouped by user and chronological inside each, as the official file is."""
     import numpy as np
     import polars as pl
@@ -43,14 +45,30 @@ def generate(path: Path, rows: int) -> None:
             when[rng.random(len(user)) < STRAY] -= 30 * 86_400
             event = np.array(BEHAVIOURS)[np.searchsorted(SHARES, rng.random(len(user)))]
             columns = {"user": user, "item": item, "category": item % CATEGORIES, "event": event, "time": when}
-            pl.DataFrame(columns).write_csv(file, include_header=False)
+            pl.DataFrame(columns).write_csv(file, include_header=header and start == 0)
 
 
-def read_ours(path: Path) -> int:
+def read_taobao(path: Path) -> int:
     """How many rows our loader keeps."""
     from protofed.data.datasets.taobao import load
 
     return len(load(path))
+
+
+def read_own(path: Path) -> int:
+    """How many rows the import reads into a log."""
+    from protofed.data.own_log import Asked, read_log
+
+    return len(read_log("toy", path, Asked(event="")).log)
+
+
+def run_import(path: Path) -> int:
+    """How many rows the whole import keeps."""
+    from protofed.data.own_import import import_log
+    from protofed.data.own_log import Asked
+
+    with tempfile.TemporaryDirectory() as root:
+        return import_log(path, "toy", Path(root), Asked(event="")).rows
 
 
 def read_polars(path: Path) -> int:
@@ -60,47 +78,57 @@ def read_polars(path: Path) -> int:
     return len(pl.read_csv(path, has_header=False))
 
 
-READERS = {"ours": read_ours, "polars": read_polars}
+def read_three_columns(path: Path) -> int:
+    """The same, of the three columns that a log needs."""
+    import polars as pl
+
+    return len(pl.read_csv(path, columns=["user", "item", "time"]))
 
 
-def child(reader: str, path: Path) -> None:
+CASES = {
+    "taobao": {"ours": read_taobao, "polars": read_polars},
+    "import": {"ours": read_own, "polars": read_three_columns, "command": run_import},
+}
+
+
+def child(case: str, reader: str, path: Path) -> None:
     """Measure one read in this process; the libraries are imported before the clock starts."""
     import polars  # noqa: F401
 
-    if reader == "ours":
-        import protofed.data.datasets.taobao  # noqa: F401
+    if reader != "polars":
+        import protofed.data.datasets.taobao
+        import protofed.data.own_import  # noqa: F401
     start = time.perf_counter()
-    rows = READERS[reader](path)
+    rows = CASES[case][reader](path)
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     print(json.dumps({"reader": reader, "rows": rows, "seconds": seconds, "peak_gb": peak}))
 
 
-def measured(path: Path, repeats: int) -> Iterator[dict[str, float | str]]:
+def measured(case: str, path: Path, repeats: int) -> Iterator[dict[str, float | str]]:
     """One measurement per repeat and reader, interleaved."""
     for _ in range(repeats):
-        for reader in READERS:
-            command = [sys.executable, __file__, "--child", reader, "--file", str(path)]
+        for reader in CASES[case]:
+            command = [sys.executable, __file__, "--case", case, "--child", reader, "--file", str(path)]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
             print(done.stdout.strip(), file=sys.stderr)
             yield json.loads(done.stdout)
 
 
-def summary(rows: int, runs: list[dict[str, float | str]]) -> dict[str, float | int | bool]:
+def summary(case: str, rows: int, runs: list[dict[str, float | str]]) -> dict[str, float | int | str | bool]:
     """The figures of all repeats: median seconds, highest peak."""
-    seconds = {name: statistics.median(float(r["seconds"]) for r in runs if r["reader"] == name) for name in READERS}
-    peak = {name: max(float(r["peak_gb"]) for r in runs if r["reader"] == name) for name in READERS}
+    readers = CASES[case]
+    seconds = {name: statistics.median(float(r["seconds"]) for r in runs if r["reader"] == name) for name in readers}
+    peak = {name: max(float(r["peak_gb"]) for r in runs if r["reader"] == name) for name in readers}
     ratio = seconds["ours"] / seconds["polars"]
-    peak_limit = next((limit for most, limit in PEAK_LIMITS_GB.items() if rows <= most), float("inf"))
+    peak_limit = next((limit for most, limit in PEAK_LIMITS_GB[case].items() if rows <= most), float("inf"))
     return {
+        "case": case,
         "rows": rows,
-        "ours_seconds": round(seconds["ours"], 2),
-        "polars_seconds": round(seconds["polars"], 2),
+        **{f"{name}_seconds": round(seconds[name], 2) for name in readers},
         "ratio": round(ratio, 2),
-        "ours_rows_per_second": round(rows / seconds["ours"]),
-        "polars_rows_per_second": round(rows / seconds["polars"]),
-        "ours_peak_gb": round(peak["ours"], 2),
-        "polars_peak_gb": round(peak["polars"], 2),
+        **{f"{name}_rows_per_second": round(rows / seconds[name]) for name in readers},
+        **{f"{name}_peak_gb": round(peak[name], 2) for name in readers},
         "within_limits": ratio <= TIME_LIMIT and peak["ours"] <= peak_limit,
     }
 
@@ -110,16 +138,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=20_000_000)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--child", choices=READERS, help=argparse.SUPPRESS)
+    parser.add_argument("--case", choices=CASES, default="taobao")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--file", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.child:
-        child(asked.child, asked.file)
+        child(asked.case, asked.child, asked.file)
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "UserBehavior.csv"
-        generate(path, asked.rows)
-        result = summary(asked.rows, list(measured(path, asked.repeats)))
+        generate(path, asked.rows, header=asked.case == "import")
+        result = summary(asked.case, asked.rows, list(measured(asked.case, path, asked.repeats)))
     print(json.dumps(result))
     sys.exit(0 if result["within_limits"] else 1)
 

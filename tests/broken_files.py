@@ -115,6 +115,24 @@ SAMPLES: tuple[tuple[str, str, str, Line], ...] = (  # data set, file, header, o
         lambda u, i, t, r: f"u{u}\ti{i}\t{r}\t{t}",
     ),
 )
+OWN: tuple[tuple[str, str, Line], ...] = (  # file, header, one row
+    ("log.csv", "userId,productId,ts,stars", lambda u, i, t, r: f"{u},{i},{t},{r}"),
+    ("log.csv", "user,sku,created_at,event", lambda u, i, t, r: f'"u{u}",00{i},{_day(t, ISO)},"view, or not"'),
+    ("log.tsv", "customer_id\titem\tdate", lambda u, i, t, r: f"{u}.0\tü{i}\t{_day(t)}"),
+    ("log.txt", "visitorid;article_id;time", lambda u, i, t, r: f"{u};{i};{t * 1000 + 7}"),
+    ("log.csv", "user_id|movieId|timestamp|rating", lambda u, i, t, r: f"{u}|{i}|{t + r}|{'' if u % 3 else r}"),
+    (
+        "log.jsonl",
+        "",
+        lambda u, i, t, r: json.dumps({"user": u, "item": f"i{i}", "time": _day(t, PLAIN) + "+02:00", "action": "ä"}),
+    ),
+    ("log.ndjson", "", lambda u, i, t, r: json.dumps({"user": u, "item": i + 0.0, "time": t, "note": {"a": [1]}})),
+)
+ABOUT: tuple[tuple[str, str, Line], ...] = (
+    ("items.csv", "id,title,description,lat,lon", lambda u, i, t, r: f'{i},"T, ""{u}""","two\nlines",{r},{10 * u}'),
+    ("items.tsv", "item_id\tname\tgenres", lambda u, i, t, r: f'{i}\tsix " wide\ta|b'),
+    ("items.jsonl", "", lambda u, i, t, r: json.dumps({"item": i, "title": "t", "categories": ["a", i], "lat": r})),
+)
 VALUES = (
     *(
         "",
@@ -168,6 +186,11 @@ VALUES = (
 def sample(place: int, rng: random.Random, rows: int = 30) -> bytes:
     """A small whole file."""
     _, _, header, line = SAMPLES[place]
+    return lines_of(header, line, rng, rows)
+
+
+def lines_of(header: str, line: Line, rng: random.Random, rows: int = 30) -> bytes:
+    """A small whole file of such rows."""
     lines = [header] if header else []
     return "".join(f"{text}\n" for text in [*lines, *(line(*event) for event in _events(rng, rows))]).encode()
 
@@ -288,6 +311,18 @@ def broken_file(number: int) -> Case:
     if rng.random() < 0.15:
         name, data = packed(data, rng, name)
     return Case(number, dataset, name, data)
+
+
+def broken_table(number: int, kinds: tuple[tuple[str, str, Line], ...]) -> tuple[str, bytes]:
+    """The name and bytes of a log of one's own, or of an item table: always the same for that number."""
+    rng = random.Random(number)
+    name, header, line = kinds[number % len(kinds)]
+    data = lines_of(header, line, rng)
+    for _ in range(rng.choice((0, 1, 1, 2, 3))):
+        data = rng.choice(MUTATIONS)(data, rng)
+    if rng.random() < 0.03:
+        data = empty_out(data, rng)
+    return packed(data, rng, name) if rng.random() < 0.15 else (name, data)
 
 
 COLUMNS: Mapping[str, Callable[[random.Random, int], pa.Array]] = {

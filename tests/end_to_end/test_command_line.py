@@ -132,7 +132,9 @@ HEAVY = {"torch", "numpy", "scipy", "polars", "pyarrow", "matplotlib", "dp_accou
 COMMANDS = ("run", "bench", "report", "pack", "demo", "privacy", "tune", "data")
 
 
-@pytest.mark.parametrize("words", [("--help",), ("--version",), *((command, "--help") for command in COMMANDS)])
+@pytest.mark.parametrize(
+    "words", [("--help",), ("--version",), ("data", "import", "--help"), *((command, "--help") for command in COMMANDS)]
+)
 def test_help_is_answered_without_loading_what_only_work_needs(tmp_path, words):
     code = f"import sys; sys.argv = {['protofed', *words]}; from protofed.cli.main import main; main()"
     listing = f"import atexit, sys; atexit.register(lambda: print(*sys.modules, file=sys.stderr)); {code}"

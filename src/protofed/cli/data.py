@@ -1,4 +1,4 @@
-"""`protofed data list | prepare | stats`: parse, call, print."""
+"""`protofed data list | import | prepare | stats`: parse, call, print."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from protofed.cli.group import Group
+from protofed.cli.own_data import import_
 from protofed.cli.progress import shown
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ def list_(root: Path = ROOT, as_json: bool = AS_JSON) -> None:
     rows = [(d.name, d.paper_name, " or ".join(d.files), d.page) for d in known]
     _print_table(("name", "in the paper", "official file", "page"), rows)
     typer.echo(f"prepared under {root}: {', '.join(found) or 'none'}")
+
+
+app.command("import")(import_)
 
 
 @app.command()

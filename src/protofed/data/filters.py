@@ -60,10 +60,15 @@ def deduplicate(log: InteractionLog) -> InteractionLog:
 
 def duplicates(log: InteractionLog) -> np.ndarray:
     """True for every row whose user, item and timestamp an earlier row has."""
-    times, pairs = log.times.numpy(), pair_codes(log)
-    order = np.lexsort((pairs, times))  # stable, so the earliest row of a group comes first
+    times = log.times.numpy()
     again = np.zeros(len(log), dtype=bool)
-    again[order[1:]] = (np.diff(pairs[order]) == 0) & (np.diff(times[order]) == 0)
+    again[1:] = times[1:] == times[:-1]
+    again[:-1] |= again[1:]
+    rows = np.flatnonzero(again)  # those with a time that another row has too
+    times, pairs = times[rows], log.users.numpy()[rows].astype(np.int64) * log.n_items + log.items.numpy()[rows]
+    order = np.lexsort((pairs, times))  # stable, so the earliest row of a group comes first
+    again[:] = False
+    again[rows[order[1:]]] = (np.diff(pairs[order]) == 0) & (np.diff(times[order]) == 0)
     return again
 
 

@@ -1,6 +1,6 @@
 """InteractionLog: who met what, when, in chronological order."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -52,23 +52,22 @@ class InteractionLog:
         return int((self.times[1:] != self.times[:-1]).sum()) + 1 if len(self) else 0
 
 
-def check_seconds(times: np.ndarray, where: str) -> None:
+def check_seconds(times: np.ndarray, where: str, way_out: str = "") -> None:
     """Refuse timestamps that cannot be unix seconds: negative ones, and those after the year 2100."""
+    way_out = f", {way_out}" if way_out else ""
     if len(times) and int(times.min()) < 0:
         raise DataError(
             f"{where}: timestamps must be unix seconds since 1970, found the negative {int(times.min())}; "
-            "drop or repair those rows"
+            f"drop or repair those rows{way_out}"
         )
     if len(times) and int(times.max()) > END_OF_2100:
         raise DataError(
             f"{where}: timestamps must be unix seconds before the year 2101, found {int(times.max())}; "
-            "they look like milliseconds: divide them by 1000"
+            f"they look like milliseconds: divide them by 1000{way_out}"
         )
 
 
-def chronological(
-    times: np.ndarray, sort: Callable[[np.ndarray], np.ndarray] = np.sort
-) -> tuple[np.ndarray | None, np.ndarray]:
+def chronological(times: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
     """The stable order of rows by time (None where they are in order already), and the times in that order."""
     if np.all(times[1:] >= times[:-1]):
         return None, times
@@ -77,17 +76,23 @@ def chronological(
         order = np.argsort(times, kind="stable")
         return order, times[order]
     # One integer holds time and row, so the keys are distinct and the fastest sort is as good as a stable one.
-    keys = np.empty_like(times)
-    for start in range(0, len(keys), STEP):  # step by step: each piece is still in the processor's cache
-        piece = np.subtract(times[start : start + STEP], low, out=keys[start : start + STEP])
+    keys, in_order = np.empty_like(times), np.empty_like(times)
+
+    def join(rows: slice) -> None:
+        piece = np.subtract(times[rows], low, out=keys[rows])
         piece <<= row_bits
-        piece += np.arange(start, start + len(piece))
-    keys = sort(keys)
-    in_order = np.empty_like(keys)
-    for start in range(0, len(keys), STEP):
-        piece = np.right_shift(keys[start : start + STEP], row_bits, out=in_order[start : start + STEP])
+        piece += np.arange(rows.start, rows.start + len(piece))
+
+    def part(rows: slice) -> None:
+        piece = np.right_shift(keys[rows], row_bits, out=in_order[rows])
         piece += low
-        keys[start : start + STEP] &= (1 << row_bits) - 1
+        keys[rows] &= (1 << row_bits) - 1
+
+    steps = [slice(start, start + STEP) for start in range(0, len(times), STEP)]  # each piece stays in the cache
+    with ThreadPoolExecutor(2) as both:
+        list(both.map(join, steps))
+        keys.sort()
+        list(both.map(part, steps))
     return keys, in_order
 
 

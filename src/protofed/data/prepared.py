@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,8 @@ from protofed.data.catalog import nearest
 from protofed.data.interactions import InteractionLog, check_seconds, from_codes, integer_codes
 from protofed.errors import DataError, DatasetNotFound
 
-LOG_FILE, SOURCE_FILE = "interactions.parquet", "source.json"
+LOG_FILE, SOURCE_FILE, ITEMS_FILE = "interactions.parquet", "source.json", "items.parquet"
+IMPORT = "import the file by `protofed data import FILE --as NAME`"
 NEEDED = ("user", "item", "timestamp")
 OPTIONAL = ("rating", "event", "session")
 ROWS_PER_GROUP = 1 << 20
@@ -37,7 +38,7 @@ def load_log(name: str, root: Path | str, canonical: bool = True) -> Interaction
 def family(name: str, root: Path | str) -> str:
     """The family whose canonical rule a prepared log follows: of its source.json, else of its folder's name."""
     source = source_of(name, root).get("family")
-    return source if isinstance(source, str) and source in filters.CANONICAL else filters.family_of(name)
+    return source if isinstance(source, str) and source else filters.family_of(name)
 
 
 def source_of(name: str, root: Path | str) -> dict[str, object]:
@@ -53,21 +54,37 @@ def source_of(name: str, root: Path | str) -> dict[str, object]:
 
 
 def save_log(
-    log: InteractionLog, root: Path | str, name: str, *, source: Mapping[str, object], overwrite: bool = False
+    log: InteractionLog,
+    root: Path | str,
+    name: str,
+    *,
+    source: Mapping[str, object],
+    items: pa.Table | None = None,
+    overwrite: bool = False,
 ) -> Path:
-    """The parquet file written: whole or not at all; a different log of that name stays unless `overwrite`."""
-    folder = Path(root) / _plain(name)
+    """The parquet file written: whole or not at all; a different log of that name stays unless `overwrite`.
+
+    So does a different item table; where none is given, the one there is stays.
+    """
+    folder = Path(root) / check_name(name)
     file = folder / LOG_FILE
     note = json.dumps(dict(source), indent=2, sort_keys=True) + "\n"
-    staged = {final: folder / f".{final}.{os.getpid()}.tmp" for final in (SOURCE_FILE, LOG_FILE)}
+    writers: dict[str, Callable[[Path], object]] = {
+        SOURCE_FILE: lambda path: path.write_text(note, encoding="utf-8"),
+        LOG_FILE: lambda path: _write(log, path),  # the log last: it makes the folder a prepared one
+    }
+    if items is not None:
+        writers = {ITEMS_FILE: lambda path: pq.write_table(items, path, compression="zstd")} | writers
     try:
         if file.is_file() and not overwrite and not _holds(log, name, file):
             raise DataError(
                 f"{file}: holds another log than the one to be written; pass --overwrite, or another name by --as"
             )
+        if items is not None and not overwrite and not _holds_items(items, folder / ITEMS_FILE):
+            raise DataError(f"{folder / ITEMS_FILE}: holds other items than those to be written; pass --overwrite")
         made = [parent for parent in (folder, *folder.parents) if not parent.exists()]
         folder.mkdir(parents=True, exist_ok=True)
-        _write_both(log, note, staged, folder, made)
+        _write_all(writers, folder, made)
     except OSError as closed:
         raise DataError(f"{file}: cannot be written: {closed.strerror or closed}; give another --root") from closed
     return file
@@ -81,12 +98,21 @@ def _holds(log: InteractionLog, name: str, file: Path) -> bool:
         return False
 
 
-def _write_both(log: InteractionLog, note: str, staged: Mapping[str, Path], folder: Path, made: Sequence[Path]) -> None:
-    """Both files in their places; where that fails, neither they nor the folders made for them are left."""
+def _holds_items(items: pa.Table, file: Path) -> bool:
+    """Whether writing the items would change nothing that is there."""
     try:
-        staged[SOURCE_FILE].write_text(note, encoding="utf-8")
-        _write(log, staged[LOG_FILE])
-        for final, temporary in staged.items():  # the log last: it makes the folder a prepared one
+        return not file.is_file() or bool(pq.read_table(file).equals(items))
+    except (pa.ArrowException, ValueError):
+        return False
+
+
+def _write_all(writers: Mapping[str, Callable[[Path], object]], folder: Path, made: Sequence[Path]) -> None:
+    """All files in their places; where that fails, neither they nor the folders made for them are left."""
+    staged = {final: folder / f".{final}.{os.getpid()}.tmp" for final in writers}
+    try:
+        for final, temporary in staged.items():
+            writers[final](temporary)
+        for final, temporary in staged.items():
             temporary.replace(folder / final)
     except BaseException:
         for temporary in staged.values():
@@ -97,14 +123,15 @@ def _write_both(log: InteractionLog, note: str, staged: Mapping[str, Path], fold
         raise
 
 
-def _plain(name: str) -> str:
+def check_name(name: str) -> str:
+    """The name, or an error where it is none of a folder."""
     if not name or name != Path(name).name or name.startswith(".") or not name.isprintable():
         raise DatasetNotFound(f"a data set is named by its folder alone, found {name!r}; give the folder by --root")
     return name
 
 
 def _log_file(name: str, root: Path) -> Path:
-    file = root / _plain(name) / LOG_FILE
+    file = root / check_name(name) / LOG_FILE
     try:
         if file.is_file():
             return file
@@ -141,7 +168,7 @@ def _check_columns(file: Path, names: Sequence[str]) -> None:
     if absent:
         raise DataError(
             f"{file}: a prepared log needs the columns {', '.join(NEEDED)}, found no {', '.join(absent)} among "
-            f"{', '.join(map(repr, names))}; rename them or run `protofed data prepare`"
+            f"{', '.join(map(repr, names))}; {IMPORT}"
         )
     twice = [name for name in (*NEEDED, *OPTIONAL) if names.count(name) > 1]
     if twice:
@@ -215,13 +242,17 @@ def _sessions(column: pa.ChunkedArray, file: Path) -> np.ndarray:
 
 
 def _seconds(column: pa.ChunkedArray, file: Path) -> np.ndarray:
-    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
-        raise DataError(f"{file}: timestamp must hold whole unix seconds, found the type {column.type}; convert it")
+    """Unix seconds of numbers, dates or datetimes (without a zone they are UTC), parts of a second dropped."""
+    kind = column.type
+    dated = pa.types.is_timestamp(kind) or pa.types.is_date(kind)
+    if not (dated or pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        raise DataError(f"{file}: timestamp must hold whole unix seconds or datetimes, found the type {kind}; {IMPORT}")
     try:
-        times: np.ndarray = column.cast(pa.int64()).to_numpy()
+        whole = pc.floor_temporal(column.cast(pa.timestamp("us"), safe=False), unit="second") if dated else column
+        times: np.ndarray = (whole.cast(pa.timestamp("s")) if dated else whole).cast(pa.int64()).to_numpy()
     except pa.ArrowException as broken:
-        raise DataError(f"{file}: timestamp must hold whole unix seconds, found {broken}; round them down") from broken
-    check_seconds(times, str(file))
+        raise DataError(f"{file}: timestamp must hold whole unix seconds, found {broken}; {IMPORT}") from broken
+    check_seconds(times, str(file), f"or {IMPORT}")
     return times
 
 
@@ -243,7 +274,7 @@ def _group(log: InteractionLog, start: int) -> pa.Table:
         "timestamp": pa.array(log.times[rows].numpy()),
     }
     if log.ratings is not None:
-        columns["rating"] = pa.array(log.ratings[rows].numpy())
+        columns["rating"] = pa.array(log.ratings[rows].numpy(), from_pandas=True)  # null where there is none
     if log.events is not None:
         columns["event"] = log.events[rows].cast(pa.string())
     if log.sessions is not None:

@@ -77,6 +77,10 @@ class Tally:
     malformed: int = 0
     first_malformed: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
+    example: str = ""  # what is wrong with the first malformed row
+    share: float = 0.01  # of the rows may be malformed
+    advice: str = "see docs/datasets.md for the format"
+    logs: bool = True  # whether `gather` logs what became of the rows
 
     def drop(self, frame: pl.DataFrame, keep: pl.Expr, why: str) -> pl.DataFrame:
         """The rows to keep; the others are counted under `why`."""
@@ -279,21 +283,36 @@ def table(
     names = check_first_lines(path, head(path, member, encoding), layout)
     schema = {name: layout.columns.get(name, pl.String) for name in names} | {EXTRA: pl.String}
     wanted = tuple(name for name in layout.columns if name in names and name not in layout.unread)
-
-    def parse(block: bytes, skip: bool) -> pl.DataFrame:
-        rows = block.partition(b"\n")[2] if skip else block
-        if layout.quote and b'"' in rows and _breaks_a_quote(rows):
-            rows = _without_misquoted(rows, layout.separator)
-        try:
-            return _parsed(rows, layout, schema).select(*wanted, EXTRA).collect()
-        except pl.exceptions.PolarsError:  # a quote inside a field
-            rows = _without_misquoted(rows, layout.separator)
-            return _parsed(rows, layout, schema).select(*wanted, EXTRA).collect()
-
     read = blocks(path, progress, member=member, encoding=encoding, block_bytes=block_bytes)
-    parsed = (partial(parse, block, layout.header and place == 0) for place, block in enumerate(read))
-    for frame in one_ahead(parsed):
+    for frame in parsed_blocks(read, layout, lambda rows: parse_rows(rows, layout, schema, wanted)):
         yield well_formed(frame, layout.required or wanted, tally)
+
+
+def parsed_blocks(
+    read: Iterable[bytes], layout: Layout, parse: Callable[[bytes], pl.DataFrame]
+) -> Iterator[pl.DataFrame]:
+    """The frame of each block, the header left out; a block is parsed while the caller works on the one before."""
+
+    def call(block: bytes, skip: bool) -> pl.DataFrame:
+        return parse(block.partition(b"\n")[2] if skip else block)
+
+    yield from one_ahead(partial(call, block, layout.header and place == 0) for place, block in enumerate(read))
+
+
+def parse_rows(
+    rows: bytes, layout: Layout, schema: Mapping[str, Kind], wanted: Sequence[str], *, line_breaks: bool = False
+) -> pl.DataFrame:
+    """The wanted columns, and what lies beyond the last one; a line with a stray quote is all null.
+
+    So is one that breaks between quotes, unless `line_breaks` allows it.
+    """
+    if layout.quote and not line_breaks and b'"' in rows and _breaks_a_quote(rows):
+        rows = _without_misquoted(rows, layout.separator)
+    try:
+        return _parsed(rows, layout, schema).select(*wanted, EXTRA).collect()
+    except pl.exceptions.PolarsError:  # a quote inside a field
+        rows = _without_misquoted(rows, layout.separator)
+        return _parsed(rows, layout, schema).select(*wanted, EXTRA).collect()
 
 
 def _parsed(rows: bytes, layout: Layout, schema: Mapping[str, Kind]) -> pl.LazyFrame:
@@ -321,8 +340,9 @@ def _breaks_a_quote(rows: bytes) -> bool:
 
 def _without_misquoted(rows: bytes, separator: str) -> bytes:
     """The rows with an empty line, which is malformed, in place of each with a quote elsewhere than around a value."""
-    value = rf'(?:[^"{separator}]*|"[^"]*")'
-    proper = re.compile(rf"{value}(?:{separator}{value})*".encode())
+    mark = re.escape(separator)
+    value = rf'(?:[^"{mark}]*|"(?:[^"]|"")*")'
+    proper = re.compile(rf"{value}(?:{mark}{value})*\r?".encode())
     return b"\n".join(line if b'"' not in line or proper.fullmatch(line) else b"" for line in rows.split(b"\n"))
 
 
@@ -347,11 +367,16 @@ def json_lines(
     if not first.lstrip().startswith("{"):
         raise DataError(f"{path}: one JSON object per line belongs here, found {first[:80]!r}; get the official file")
     for block in blocks(path, progress, encoding=encoding):
-        try:
-            frame = pl.read_ndjson(block, schema=dict(schema), ignore_errors=True)
-        except pl.exceptions.PolarsError:
-            frame = pl.read_ndjson(_mended(block, schema), schema=dict(schema), ignore_errors=True)
-        yield well_formed(frame.select(list(schema)), tuple(schema), tally)
+        yield well_formed(parse_objects(block, schema), tuple(schema), tally)
+
+
+def parse_objects(lines: bytes, schema: Mapping[str, Kind]) -> pl.DataFrame:
+    """The columns of `schema` from one JSON object a line; a line that is none is all null."""
+    try:
+        frame = pl.read_ndjson(lines, schema=dict(schema), ignore_errors=True)
+    except pl.exceptions.PolarsError:
+        frame = pl.read_ndjson(_mended(lines, schema), schema=dict(schema), ignore_errors=True)
+    return frame.select(list(schema))
 
 
 def _mended(block: bytes, wanted: Iterable[str]) -> bytes:
@@ -418,14 +443,19 @@ class Pieces:
     def _compact(self, name: str, column: pl.Series) -> np.ndarray:
         if name == "event":
             return self._event_codes(column)
-        if column.dtype == pl.String:
+        if column.dtype == pl.String or name in self.strings:
             if name not in self.strings:
                 self.strings[name] = pl.Series([], dtype=pl.Categorical(pl.Categories.random()))
-            return column.cast(self.strings[name].dtype).to_physical().to_numpy()
+                pieces = self.columns.get(name, [])  # of whole numbers so far
+                pieces[:] = [self._text_codes(name, pl.Series(piece)) for piece in pieces]
+            return self._text_codes(name, column)
         values = column.to_numpy()
         if name in ("user", "item") and values.min() >= -(2**31) and values.max() < 2**31:
             return values.astype(np.int32)
         return values.copy()  # the frame behind a view would live on
+
+    def _text_codes(self, name: str, column: pl.Series) -> np.ndarray:
+        return column.cast(pl.String).cast(self.strings[name].dtype).to_physical().to_numpy()
 
     def _event_codes(self, column: pl.Series) -> np.ndarray:
         coded = column.cast(pl.Enum(self.events), strict=False)
@@ -433,7 +463,8 @@ class Pieces:
             self.events += [event for event in column.unique(maintain_order=True) if event not in self.events]
             if len(self.events) > MOST_EVENTS:
                 raise DataError(
-                    f"at most {MOST_EVENTS} different events belong in a log, found {self.events[:3]} and more"
+                    f"at most {MOST_EVENTS} different events belong in a log, found {self.events[:3]} and more; "
+                    "choose another column by --event, or none by --event ''"
                 )
             coded = column.cast(pl.Enum(self.events))
         return coded.to_physical().to_numpy().astype(np.int8)
@@ -456,14 +487,16 @@ def gather(name: str, frames: Iterator[pl.DataFrame], shape: Shape, tally: Tally
     for frame in frames:
         if len(usable := _usable(shape(frame), tally)):
             pieces.add(usable)
-        if tally.malformed > HOPELESS and 2 * tally.malformed > tally.rows:
-            break  # `report` refuses the file
-    report(name, path, tally)
+        if tally.malformed > HOPELESS and tally.malformed > max(0.5, tally.share) * tally.rows:
+            break  # `check_share` refuses the file
+    check_share(path, tally)
+    if tally.logs:
+        report(name, tally)
     times = pieces.taken("time")
     if times is None:
         raise DataError(f"{path}: a log needs at least one usable row, found none; see docs/datasets.md for the format")
     check_seconds(times, str(path))
-    order, times = chronological(times, sort=_sorted)
+    order, times = chronological(times)
 
     def sorted_(column: str) -> np.ndarray | None:
         values = pieces.taken(column)
@@ -484,26 +517,26 @@ def _usable(frame: pl.DataFrame, tally: Tally) -> pl.DataFrame:
     """The rows whose identifiers are one line of text and whose rating is a number; the others are malformed."""
     texts = [pl.col(name) for name in ("user", "item") if frame.schema[name] == pl.String]
     good = [(text.str.len_bytes() > 0) & ~text.str.contains_any(NOT_IN_IDS) for text in texts]
-    good += [pl.col("rating").is_finite()] if "rating" in frame.columns else []
+    good += [pl.col("rating").is_finite().fill_null(True)] if "rating" in frame.columns else []
     if not good:
         return frame
     mask = frame.select(pl.all_horizontal(good).alias("good"))["good"]
     return frame if mask.all() else tally.malform(frame, mask)
 
 
-def _sorted(keys: np.ndarray) -> np.ndarray:
-    """Sorted on all cores, in half the time of numpy's sort on one; the array itself, since two would not fit."""
-    np.copyto(keys, pl.Series(keys).sort(in_place=True).to_numpy())
-    return keys
-
-
-def report(name: str, path: Path, tally: Tally) -> None:
-    """Log what became of the rows; refuse a file that is mostly something else."""
-    if tally.malformed > max(10, tally.rows // 100) or 2 * tally.malformed > tally.rows:
+def check_share(path: Path, tally: Tally) -> None:
+    """Refuse a file that is mostly something else."""
+    allowed = max(10 if tally.share else 0, tally.share * tally.rows)  # a few in a short file
+    if tally.malformed > min(allowed, max(0.5, tally.share) * tally.rows):
+        example = f": {tally.example}" if tally.example else ""
         raise DataError(
-            f"{path}: at most 1 % of the rows may be malformed, found {tally.malformed:,} of {tally.rows:,} "
-            f"(the first is row {tally.first_malformed:,}); see docs/datasets.md for the format"
+            f"{path}: at most {100 * tally.share:g} % of the rows may be malformed, found {tally.malformed:,} of "
+            f"{tally.rows:,} (the first is row {tally.first_malformed:,}{example}); {tally.advice}"
         )
+
+
+def report(name: str, tally: Tally) -> None:
+    """Log what became of the rows."""
     lost = {"malformed": tally.malformed} | tally.dropped
     notes = [f"{count:,} dropped ({why})" for why, count in lost.items() if count]
     level = logging.WARNING if notes else logging.INFO

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import SupportsInt
 
 import numpy as np
 import pyarrow.compute as pc
@@ -58,15 +59,14 @@ def stats_of(log: InteractionLog, family: str = "") -> LogStats:
     """The figures of a log; an empty 5-core counts zero instead of failing."""
     family = family or filters.family_of(log.name)
     times = log.times.numpy()
-    first, last = (datetime.fromtimestamp(int(t), UTC).strftime("%Y-%m-%dT%H:%M:%SZ") for t in (times[0], times[-1]))
     return LogStats(
         name=log.name,
         canonical_rule=filters.canonical_rule(family),
         raw=counts(log),
-        five_core=_core_counts(log),
+        five_core=core_counts(log),
         canonical=_canonical_counts(log, family),
-        first=first,
-        last=last,
+        first=day_and_time(times[0]),
+        last=day_and_time(times[-1]),
         days=round(int(times[-1] - times[0]) / SECONDS_PER_DAY, 2),
         instants=log.n_instants,
         repeat_share=round(1 - len(np.unique(filters.pair_codes(log))) / len(log), 4),
@@ -76,6 +76,11 @@ def stats_of(log: InteractionLog, family: str = "") -> LogStats:
         events=event_counts(log),
         mean_rating=_mean_rating(log),
     )
+
+
+def day_and_time(seconds: SupportsInt) -> str:
+    """Unix seconds as an ISO 8601 datetime, UTC."""
+    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _mean_rating(log: InteractionLog) -> float | None:
@@ -98,7 +103,8 @@ def event_counts(log: InteractionLog) -> dict[str, int]:
     return {str(row["values"]): int(row["counts"]) for row in sorted(tallied, key=lambda row: str(row["values"]))}
 
 
-def _core_counts(log: InteractionLog) -> Counts:
+def core_counts(log: InteractionLog) -> Counts:
+    """The size of the 5-core; zero where nothing is left."""
     users, items = log.users.numpy(), log.items.numpy()
     rows = filters.core_rows(users, items, 5)
     return Counts(len(rows), len(np.unique(users[rows])), len(np.unique(items[rows])))

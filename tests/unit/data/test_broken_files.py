@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 import tracemalloc
 import zipfile
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from protofed.cli.data import app
 from protofed.data import catalog
 from protofed.data.datasets import amazon, hm, lastfm, movielens, recbole, taobao, yelp
 from protofed.data.interactions import InteractionLog
+from protofed.data.items import load_items
+from protofed.data.own_import import import_log
 from protofed.data.prepared import load_log
 from protofed.data.stats import stats
 from protofed.errors import ConfigError, DataError, DatasetNotFound, ProtoFedError
@@ -42,13 +45,14 @@ def outcome(read: Callable[[], object]) -> str:
     return ""
 
 
-def check_log(log: InteractionLog) -> None:
+def check_log(log: InteractionLog, *, unrated: bool = False) -> None:
     """What every log promises, whatever file it came from."""
     for ids, codes in ((log.user_ids, log.users), (log.item_ids, log.items)):
         names = ids.to_pylist()
         assert len(set(names)) == len(names) == int(codes.max()) + 1
         assert all(name != "" and not set("\n\r\0") & set(str(name)) for name in names)
-    assert log.ratings is None or bool(log.ratings.isfinite().all())
+    if log.ratings is not None:
+        assert bool((log.ratings.isfinite() | (log.ratings.isnan() & unrated)).all())
     assert bool((log.times[1:] >= log.times[:-1]).all())
 
 
@@ -85,6 +89,46 @@ def failures(numbers: range, folder: Path) -> list[str]:
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_broken_file_is_read_or_refused_in_one_line(part, tmp_path):
     assert failures(range(PART * part, PART * (part + 1)), tmp_path) == []
+
+
+def import_failures(numbers: range, folder: Path) -> list[str]:
+    """The imports that end in something else than a log, or a refusal in one line that leaves nothing behind."""
+    found = []
+    for number in numbers:
+        name, content = broken_files.broken_table(number, broken_files.OWN)
+        about, described = broken_files.broken_table(number // 2, broken_files.ABOUT)
+        if number % 5 == 0:
+            name, content = "log.parquet", broken_files.broken_prepared(number)
+        if number % 13 == 0:
+            about, described = "items.parquet", broken_files.broken_prepared(-number)
+        file, items = written(folder, content, name), written(folder, described, about)
+        root = folder / str(number)
+        share = 0.01 if number % 3 else 0.9
+
+        def read(file=file, items=items, root=root, share=share, number=number) -> None:
+            import_log(file, "toy", root, items=items if number % 2 else None, malformed_share=share)
+            check_log(load_log("toy", root, canonical=False), unrated=True)
+            load_items("toy", root)
+
+        problem = outcome(read)
+        if not problem and root.exists() and not (root / "toy" / "interactions.parquet").is_file():
+            problem = "left a folder without a log"
+        found += [f"case {number}: {problem}"] if problem else []
+        file.unlink()
+        items.unlink()
+        shutil.rmtree(root, ignore_errors=True)
+    return found
+
+
+@pytest.mark.parametrize("part", range(PARTS // 2))
+def test_a_broken_log_of_ones_own_is_imported_or_refused_in_one_line(part, tmp_path):
+    assert import_failures(range(PART * part, PART * (part + 1)), tmp_path) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(PARTS // 2, LONG_PARTS // 4))
+def test_thousands_of_broken_logs_of_ones_own_are_imported_or_refused_in_one_line(part, tmp_path):
+    assert import_failures(range(PART * part, PART * (part + 1)), tmp_path) == []
 
 
 @pytest.mark.long

@@ -42,6 +42,38 @@ def test_a_prepared_log_with_odd_columns_is_refused_in_one_line(tmp_path, column
     assert len(str(caught.value).splitlines()) == 1
 
 
+def test_a_prepared_log_may_hold_datetimes_or_dates(tmp_path):
+    moments = [1_700_000_000, 1_700_000_001, 1_700_086_400]
+    for place, kind in enumerate((pa.timestamp("s"), pa.timestamp("ms", "UTC"), pa.timestamp("ns", "Asia/Tokyo"))):
+        folder = tmp_path / str(place)
+        folder.mkdir()
+        times = pa.array(moments, pa.timestamp("s")).cast(kind)
+        log = load_log("toy", prepared(folder, {"user": [1, 2, 3], "item": [1, 2, 3], "timestamp": times}), False)
+        assert log.times.tolist() == moments
+    parts = pa.array([1_700_000_000_999], pa.timestamp("ms"))
+    days = pa.array([19_675], pa.int32()).cast(pa.date32())
+    for name, times, second in (("parts", parts, 1_700_000_000), ("days", days, 19_675 * 86_400)):
+        (tmp_path / name).mkdir()
+        log = load_log("toy", prepared(tmp_path / name, {"user": [1], "item": [1], "timestamp": times}), False)
+        assert log.times.tolist() == [second]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"customer": [1], "item": [1], "timestamp": [1]},
+        GOOD | {"timestamp": ["2024-01-01", "2024-01-02"]},
+        GOOD | {"timestamp": [1_700_000_000_000, 1_700_000_000_001]},
+        GOOD | {"timestamp": [0.5, 1.5]},
+        GOOD | {"timestamp": [-1, 5]},
+    ],
+    ids=["other columns", "texts", "milliseconds", "halves", "negative"],
+)
+def test_a_prepared_log_that_is_none_names_the_import(tmp_path, columns):
+    with pytest.raises(DataError, match="import the file by `protofed data import FILE --as NAME`"):
+        stats("toy", prepared(tmp_path, columns))
+
+
 def test_users_of_a_narrow_integer_type_stay_apart(tmp_path):
     users = pa.array([-100, 45, 100], pa.int8())  # 100 - -100 wraps around to -56 in eight bits
     log = load_log(
