@@ -32,7 +32,7 @@ from protofed.experiments.stages import CHECKING, PREPARING, WARM_UP, evaluating
 from protofed.inference.folder import CARD, MODEL
 from protofed.methods.catalogue import configured, method_named
 from protofed.methods.private import as_asked
-from protofed.methods.protocol import Diagnostics, Method, Recommending, Releasing, World
+from protofed.methods.protocol import Diagnostics, Method, Releasing, World
 from protofed.privacy.ledger import SHARE, Ledger, share_with_base_events
 from protofed.progress import RUN, Progress, silent, within
 from protofed.slices.leaks import check_candidates, check_evidence
@@ -119,7 +119,7 @@ def run_slices(
         folder.log({"slice": index, "stage": "learn", **diagnostics})
         folders.save_slice(folder, index, tables, take_snapshot(state))
         progress(RUN, index + 1, n_slices + 1, f"slice {index} done")
-    if experiment.keep is not None and isinstance(method, Recommending):
+    if experiment.keep is not None:
         publish(folder, method, world, state, data, experiment.keep)
     folders.finish(folder, data.n_slices)
 

@@ -31,7 +31,7 @@ class Shared:
     """What model.safetensors holds."""
 
     model: Model
-    rule: RoundRule
+    rule: RoundRule | None
     next_round: int
     next_slice: int
 
@@ -104,8 +104,8 @@ def refuse_no_model(folder: Path) -> None:
     if not (folder / "metrics.parquet").is_file():
         raise RunFolderError(f"no model at {folder}: its run is not finished; give the same `protofed run` again")
     raise RunFolderError(
-        f"no model at {folder}: its run kept none (it was made by a bench, by an older version, or by a method that "
-        "does not recommend from devices); train into a new folder with `protofed run`"
+        f"no model at {folder}: its run kept none (made by a bench or an older version, or ranked by what no device "
+        "holds); train into a new folder with `protofed run`"
     )
 
 

@@ -104,7 +104,7 @@ class Recommender:
 
     name: str  # of the data it was trained on
     model: Model
-    rule: RoundRule  # how uploads are made
+    rule: RoundRule | None  # how uploads are made; None: nothing leaves a device
     next_round: int
     next_slice: int
     catalogue: Catalogue
@@ -240,6 +240,8 @@ class Device:
         """
         number = self.recommender.next_round if round_ is None else round_
         rule = self.recommender.rule
+        if rule is None:
+            return None
         upload = make_upload(self.recommender.model, self.state, rule, self.draws, number)
         return None if rule.form == "points" and bool((upload.block == NOTHING).all()) else upload
 

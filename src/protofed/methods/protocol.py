@@ -72,7 +72,7 @@ class Published:
 
     model: Model
     devices: DeviceState
-    rule: RoundRule
+    rule: RoundRule | None  # None: nothing leaves a device
     next_round: int
 
 
