@@ -86,7 +86,10 @@ def test_a_warm_up_that_does_not_fit_into_the_cache_does_not_cost_the_run(tmp_pa
     assert len(saved) == 1
     assert "the warm-up is not kept for other runs" in caplog.text
     assert os.strerror(errno.EFBIG) in caplog.text
-    assert list((tmp_path / "cache").iterdir()) == []
+    (kept,) = (tmp_path / "cache").glob("warm-up-*")
+    assert kept.name.endswith(".training.safetensors")  # so that the next run need not train
+    monkeypatch.setattr("protofed.backbone.training.run_epoch", lambda *_: pytest.fail("trained again"))
+    assert protofed("run", *POPULARITY, "--out", "again", "--cache", "cache", cwd=tmp_path).returncode == 0
 
 
 @pytest.fixture(scope="module")

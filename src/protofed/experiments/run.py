@@ -96,8 +96,8 @@ def run_slices(
     if checkpoint is not None:
         folders.check_slices(folder, checkpoint[0])
     n_slices = data.n_slices
-    progress(RUN, 0, n_slices + 1)
     check_all_candidates(data, progress)
+    progress(RUN, 0, n_slices + 1)
     world, warm_up_seconds = warmed_up(experiment, folder, data, progress)
     state, first = resume(folder, checkpoint, method, world)
     for index in range(first, data.n_slices + 1):
