@@ -4,8 +4,9 @@
 
 Every answer is computed anew: routing, prompt, own rows, ranking; nothing is kept from the answer before. The peer is
 the bare backbone (`SASRec.last_hidden`, scores of all items, the ten best) on the same history; beside it stands the
-backbone in the flat form that answers are computed with, which has one pass where an answer has two. Users are those of the
-folder who use their prompt and their own rows, which is the longest way.
+backbone in the flat form that answers are computed with, which has one pass where an answer has two. Users are
+those of the folder who use their prompt and their own rows, which is the longest way. Times are of the processor, on
+one thread.
 """
 
 import argparse
@@ -31,21 +32,20 @@ def milliseconds(call: Callable[[], object], repeats: int) -> float:
     call()
     means = []
     for _ in range(7):
-        began = time.perf_counter()
+        began = time.process_time()
         for _ in range(repeats):
             call()
-        means.append((time.perf_counter() - began) / repeats * 1e3)
+        means.append((time.process_time() - began) / repeats * 1e3)
     return statistics.median(means)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="a model's folder")
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--users", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=50)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(1)
     began = time.perf_counter()
     model = protofed.load(arguments.folder)
     loading = time.perf_counter() - began
