@@ -33,7 +33,8 @@ from protofed.inference.folder import CARD, MODEL
 from protofed.methods.catalogue import configured, method_named
 from protofed.methods.private import as_asked
 from protofed.methods.protocol import Diagnostics, Method, Releasing, World
-from protofed.privacy.ledger import SHARE, Ledger, share_with_base_events
+from protofed.methods.scoring import refuse_prior
+from protofed.privacy.ledger import SHARE, share_with_base_events
 from protofed.progress import RUN, Progress, silent, within
 from protofed.slices.leaks import check_candidates, check_evidence
 from protofed.slices.stream import SliceStream, TimeSlice
@@ -139,17 +140,9 @@ def write_ahead(folder: RunFolder, method: Method[Any], world: World, state: Any
     """The ledger on disk, before what it lists leaves the devices; a repeated slice repeats the same releases."""
     if isinstance(method, Releasing):
         ledger = method.releases(world, state, slices_ahead)
-        refuse_raw_counts(ledger, world.config)
+        if ledger:  # whatever method made it: no ε is stated for a run that ranks by raw counts besides
+            refuse_prior(world.config)
         folders.keep_ledger(folder, ledger, world.config.privacy.trust)
-
-
-def refuse_raw_counts(ledger: Ledger, config: RunConfig) -> None:
-    """Whatever method made the ledger: no ε is stated for a run that ranks by raw counts besides."""
-    if ledger and config.scoring.popularity_prior:
-        raise ConfigError(
-            "scoring.popularity_prior counts raw events and must be 0 in a private run, "
-            f"got {config.scoring.popularity_prior:g}"
-        )
 
 
 def check_all_candidates(data: SliceStream, progress: Progress = silent) -> None:
