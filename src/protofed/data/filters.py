@@ -72,6 +72,19 @@ def duplicates(log: InteractionLog) -> np.ndarray:
     return again
 
 
+def count_duplicates(log: InteractionLog) -> int:
+    """How many rows have the user, item and timestamp of an earlier one."""
+    times, pairs = log.times.numpy(), log.n_users * log.n_items
+    moments = np.zeros(len(log), dtype=np.int64)
+    np.cumsum(times[1:] != times[:-1], out=moments[1:])
+    if pairs * (int(moments[-1]) + 1) >= 2**63:  # no integer holds all three; few rows share a moment then
+        return int(duplicates(log).sum())
+    moments *= pairs
+    moments += pair_codes(log)
+    moments.sort()
+    return int((moments[1:] == moments[:-1]).sum())
+
+
 def pair_codes(log: InteractionLog) -> np.ndarray:
     """One integer for the user and item of each row."""
     pairs: np.ndarray = log.users.numpy().astype(np.int64) * log.n_items + log.items.numpy()

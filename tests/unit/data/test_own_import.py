@@ -1,7 +1,9 @@
 """`protofed data import`: what it writes, says and refuses."""
 
 import json
+import random
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -160,12 +162,15 @@ def test_a_prepared_folder_is_not_imported_but_its_file_can_be():
     assert pq.read_table("data/again/interactions.parquet").equals(pq.read_table("data/shop/interactions.parquet"))
 
 
-def test_the_import_counts_as_slow_functions_do():
-    times = [START + n // 3 for n in range(60)]
-    users, items = [n % 4 for n in range(60)], [n * n % 3 for n in range(60)]
-    log = from_columns("toy", users, items, times)
-    rows = list(zip(users, items, times, strict=True))
-    assert int(filters.duplicates(log).sum()) == len(rows) - len(set(rows))
+def test_duplicates_are_counted_as_a_set_of_rows_counts_them():
+    rng = random.Random(0)
+    rows = [(rng.randrange(4), rng.randrange(3), START + rng.randrange(9)) for _ in range(80)]
+    log = from_columns("toy", *zip(*rows, strict=True))
+    vast = replace(log, user_ids=pa.nulls(2**40), item_ids=pa.nulls(2**30))  # no integer holds user, item and moment
+    again = len(rows) - len(set(rows))
+    assert again > 10
+    assert [filters.count_duplicates(log), filters.count_duplicates(vast)] == [again, again]
+    assert int(filters.duplicates(log).sum()) == again
 
 
 def test_every_import_of_the_documents_runs():
