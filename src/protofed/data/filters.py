@@ -25,10 +25,13 @@ def five_core(log: InteractionLog, k: int = 5) -> InteractionLog:
 def core_rows(users: np.ndarray, items: np.ndarray, k: int) -> np.ndarray:
     """The positions of the rows that remain when users and items with fewer than `k` rows are dropped until none is."""
     rows = np.arange(len(users))
+    of_user, of_item = np.bincount(users), np.bincount(items)
     while True:
-        keep = (np.bincount(users)[users] >= k) & (np.bincount(items)[items] >= k)
+        keep = (of_user >= k)[users] & (of_item >= k)[items]
         if keep.all():
             return rows
+        of_user -= np.bincount(users[~keep], minlength=len(of_user))
+        of_item -= np.bincount(items[~keep], minlength=len(of_item))
         rows, users, items = rows[keep], users[keep], items[keep]
 
 
