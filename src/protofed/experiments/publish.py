@@ -22,6 +22,7 @@ from protofed.files import write_text
 from protofed.inference.folder import CARD, save_parts
 from protofed.inference.recommender import BARE, Catalogue, Recommender
 from protofed.methods.frozen import BackboneState
+from protofed.methods.headed import Headed
 from protofed.methods.protocol import Method, Published, Recommending, World
 from protofed.privacy.promise import promise_lines, promised
 from protofed.seeds import user_keys
@@ -54,6 +55,7 @@ def publish(
         name=log.name,
         model=made.model,
         rule=made.rule,
+        head=made.head,
         next_round=made.next_round,
         next_slice=data.n_slices + 1,
         catalogue=Catalogue(describe_items(log.item_ids, around.items)),
@@ -70,6 +72,9 @@ def published(method: Method[Any], world: World, state: Any, n_items: int) -> Pu
     scoring = world.config.scoring
     if scoring.popularity_prior or scoring.personal_memory:
         return None
+    if isinstance(method, Headed):
+        made = published(method.inner, world, state.inner, n_items)
+        return made and replace(made, head=state.head if state.worn else None)
     if isinstance(method, Recommending):
         return method.publish(world, state, n_items)
     if not isinstance(state, BackboneState):

@@ -31,6 +31,7 @@ from protofed.experiments.publish import Surroundings, publish, write_card
 from protofed.experiments.stages import CHECKING, PREPARING, WARM_UP, evaluating, learning
 from protofed.inference.folder import CARD, MODEL
 from protofed.methods.catalogue import configured, method_named
+from protofed.methods.headed import under_head, without_head
 from protofed.methods.private import as_asked
 from protofed.methods.protocol import Diagnostics, Method, Releasing, World
 from protofed.methods.scoring import refuse_prior
@@ -62,6 +63,7 @@ class Experiment:
         A folder that another process works in is waited for at most `patience` seconds.
         """
         method = as_asked(configured(self.config, method_named(self.config.method)), self.config)
+        method = under_head(method, self.config)
         data = SliceStream(self.log, self.config.stream)  # a log that cannot be cut leaves no folder behind
         with folders.opened(out, self.config, patience=patience) as folder:
             if not folder.finished:
@@ -138,6 +140,7 @@ def warmed_up(experiment: Experiment, folder: RunFolder, data: SliceStream, prog
 
 def write_ahead(folder: RunFolder, method: Method[Any], world: World, state: Any, *, slices_ahead: int) -> None:
     """The ledger on disk, before what it lists leaves the devices; a repeated slice repeats the same releases."""
+    method, state = without_head(method, state)
     if isinstance(method, Releasing):
         ledger = method.releases(world, state, slices_ahead)
         if ledger:  # whatever method made it: no ε is stated for a run that ranks by raw counts besides

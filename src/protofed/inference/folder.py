@@ -14,6 +14,7 @@ from protofed.client.model import Model, fingerprint
 from protofed.client.state import DeviceState, select
 from protofed.errors import DataError, RunFolderError, in_one_line
 from protofed.files import load_tensors, make_folder, save_tensors, write_text, written_atomically
+from protofed.inference.head import Head
 from protofed.inference.recommender import Catalogue, Recommender
 from protofed.privacy.ledger import read_ledger, write_ledger
 from protofed.privacy.upload import RoundRule
@@ -34,6 +35,7 @@ class Shared:
     rule: RoundRule | None
     next_round: int
     next_slice: int
+    head: Head | None = None
 
 
 def save(recommender: Recommender, path: Path | str, *, devices: bool = True) -> Path:
@@ -55,7 +57,9 @@ def save_parts(recommender: Recommender, devices: DeviceState, folder: Path) -> 
     snapshot = take_snapshot(devices)
     notes = {"format": FORMAT, "outline": snapshot.outline, "model": fingerprint(recommender.model)}
     save_tensors(folder / DEVICES, snapshot.tensors, notes)
-    shared = Shared(recommender.model, recommender.rule, recommender.next_round, recommender.next_slice)
+    shared = Shared(
+        recommender.model, recommender.rule, recommender.next_round, recommender.next_slice, recommender.head
+    )
     snapshot = take_snapshot(shared)
     notes = {"format": FORMAT, "outline": snapshot.outline, "name": recommender.name}
     save_tensors(folder / MODEL, snapshot.tensors, notes)
@@ -84,6 +88,7 @@ def load(path: Path | str, device: torch.device | str = "cpu") -> Recommender:
         rule=shared.rule,
         next_round=shared.next_round,
         next_slice=shared.next_slice,
+        head=shared.head,
         catalogue=Catalogue(_items(folder / ITEMS, model.n_items)),
         devices=devices,
         ledger=ledger,

@@ -20,6 +20,7 @@ from protofed.client.upload import Upload, make_upload
 from protofed.errors import DataError
 from protofed.inference import device as single
 from protofed.inference.answer import Ready, make_ready, score_next
+from protofed.inference.head import Head, with_head
 from protofed.inference.online import online_inference
 from protofed.privacy.draws import Draws, SystemDraws
 from protofed.privacy.ledger import Ledger, Trust
@@ -111,6 +112,7 @@ class Recommender:
     devices: DeviceState
     ledger: Ledger = ()
     trust: Trust = "central"
+    head: Head | None = None  # what the user's own past adds on top
     settings: str = ""  # the run's config.toml
     card: str = ""  # README.md
 
@@ -146,8 +148,12 @@ class Recommender:
     def score(self, state: DeviceState) -> Float[torch.Tensor, " I"]:
         """A score for every item as this device's next one."""
         if self._ready is not None:
-            return score_next(self._ready, state)
-        return online_inference(self.model, state, single.as_query(self.model, state))[0]
+            scores = score_next(self._ready, state)
+        else:
+            scores = online_inference(self.model, state, single.as_query(self.model, state))[0]
+        if self.head is None:
+            return scores
+        return with_head(self.head, scores[None], single.as_query(self.model, state))[0]
 
     @cached_property
     def _ready(self) -> Ready | None:
