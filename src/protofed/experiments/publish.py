@@ -12,7 +12,7 @@ import torch
 
 from protofed.client.memory import Memory, events_between, events_until, offsets_of
 from protofed.client.model import VARIANTS, LocalRule, Model
-from protofed.client.state import DeviceState, choose_variants, join, new_devices, remember, resize
+from protofed.client.state import DeviceState, choose_variants, new_devices, remember, resize
 from protofed.config import RunConfig
 from protofed.data.interactions import InteractionLog
 from protofed.experiments.folder import RunFolder
@@ -20,7 +20,7 @@ from protofed.experiments.summary import summarise_run
 from protofed.federation.preparation import nobody_yet
 from protofed.files import write_text
 from protofed.inference.folder import CARD, save_parts
-from protofed.inference.recommender import BARE, Catalogue, Recommender
+from protofed.inference.recommender import BARE, NOBODY, Bystanders, Catalogue, Recommender
 from protofed.methods.frozen import BackboneState
 from protofed.methods.headed import Headed
 from protofed.methods.protocol import Method, Published, Recommending, World
@@ -48,9 +48,6 @@ def publish(
     made = published(method, world, state, log.n_items)
     if made is None:
         return
-    devices = catch_up(made.model, made.devices, data)
-    if around.everyone is not None:
-        devices = join([devices, left_out(made.model, log, around.everyone)])
     recommender = Recommender(
         name=log.name,
         model=made.model,
@@ -59,9 +56,10 @@ def publish(
         next_round=made.next_round,
         next_slice=data.n_slices + 1,
         catalogue=Catalogue(describe_items(log.item_ids, around.items)),
-        devices=devices,
+        devices=catch_up(made.model, made.devices, data),
+        bystanders=NOBODY if around.everyone is None else left_out(log, around.everyone),
     )
-    save_parts(recommender, devices, folder.path)
+    save_parts(recommender, folder.path)
 
 
 def published(method: Method[Any], world: World, state: Any, n_items: int) -> Published | None:
@@ -81,13 +79,9 @@ def published(method: Method[Any], world: World, state: Any, n_items: int) -> Pu
         return None
     bare = LocalRule(use_rows=False, steps=0, allowed=tuple(variant == BARE for variant in VARIANTS))
     model = nobody_yet(world.config, state.backbone, bare, n_items)
-    return Published(replace(model, rule=bare), new_devices_of(model, torch.zeros(0, dtype=torch.int64)), None, 0)
-
-
-def new_devices_of(model: Model, users: torch.Tensor) -> DeviceState:
-    """Devices of this model for these users, which have met nothing."""
     (_, prompt_length, d), d_z = model.prompts.shape, model.v.shape[1]
-    return new_devices(users, prompt_length, d, d_z, device=model.v.device)
+    nobody = new_devices(torch.zeros(0, dtype=torch.int64), prompt_length, d, d_z, device=model.v.device)
+    return Published(replace(model, rule=bare), nobody, None, 0)
 
 
 def catch_up(model: Model, devices: DeviceState, data: SliceStream) -> DeviceState:
@@ -108,8 +102,8 @@ def first_choices(model: Model, devices: DeviceState) -> DeviceState:
     )
 
 
-def left_out(model: Model, log: InteractionLog, everyone: InteractionLog) -> DeviceState:
-    """Devices of the users that training left out, with what they did among the model's items in memory."""
+def left_out(log: InteractionLog, everyone: InteractionLog) -> Bystanders:
+    """The users that training left out, with what they did among the model's items."""
     items = pc.index_in(everyone.item_ids, value_set=log.item_ids.cast(everyone.item_ids.type))
     items = pc.fill_null(items, -1).to_numpy()[everyone.items.numpy()]
     stranger = pc.invert(pc.is_in(everyone.user_ids, value_set=log.user_ids.cast(everyone.user_ids.type)))
@@ -122,7 +116,7 @@ def left_out(model: Model, log: InteractionLog, everyone: InteractionLog) -> Dev
         torch.from_numpy(everyone.times.numpy()[keep][order].astype(np.int64)),
     )
     keys = torch.from_numpy(user_keys(everyone.user_ids.take(pa.array(users)).to_pylist()))
-    return first_choices(model, remember(new_devices_of(model, keys), events))
+    return Bystanders(keys, events)
 
 
 def describe_items(item_ids: pa.Array, items: pa.Table | None) -> pa.Table:

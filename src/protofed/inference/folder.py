@@ -3,7 +3,7 @@
 model.safetensors is written last: it is there if and only if the folder is a whole model. Tensors carry checksums.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +15,7 @@ from protofed.client.state import DeviceState, select
 from protofed.errors import DataError, RunFolderError, in_one_line
 from protofed.files import load_tensors, make_folder, save_tensors, write_text, written_atomically
 from protofed.inference.head import Head
-from protofed.inference.recommender import Catalogue, Recommender
+from protofed.inference.recommender import NOBODY, Bystanders, Catalogue, Recommender
 from protofed.privacy.ledger import read_ledger, write_ledger
 from protofed.privacy.upload import RoundRule
 from protofed.snapshot import Snapshot, restore, take_snapshot
@@ -38,23 +38,33 @@ class Shared:
     head: Head | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Users:
+    """What devices.safetensors holds."""
+
+    devices: DeviceState
+    bystanders: Bystanders
+
+
 def save(recommender: Recommender, path: Path | str, *, devices: bool = True) -> Path:
     """The folder written; without `devices` it holds nothing of any user."""
     folder = Path(path)
     make_folder(folder)
-    kept = recommender.devices if devices else select(recommender.devices, torch.zeros(0, dtype=torch.int64))
+    if not devices:
+        nobody = select(recommender.devices, torch.zeros(0, dtype=torch.int64))
+        recommender = replace(recommender, devices=nobody, bystanders=NOBODY)
     write_text(folder / SETTINGS, recommender.settings)
     write_ledger(folder / LEDGER, recommender.ledger, trust=recommender.trust)
     write_text(folder / CARD, recommender.card)
-    save_parts(recommender, kept, folder)
+    save_parts(recommender, folder)
     return folder
 
 
-def save_parts(recommender: Recommender, devices: DeviceState, folder: Path) -> None:
+def save_parts(recommender: Recommender, folder: Path) -> None:
     """What a run's folder lacks to be a model: items, devices and the model itself."""
     with written_atomically(folder / ITEMS) as unfinished:
         pq.write_table(recommender.catalogue.table, unfinished, compression="zstd")
-    snapshot = take_snapshot(devices)
+    snapshot = take_snapshot(Users(recommender.devices, recommender.bystanders))
     notes = {"format": FORMAT, "outline": snapshot.outline, "model": fingerprint(recommender.model)}
     save_tensors(folder / DEVICES, snapshot.tensors, notes)
     shared = Shared(
@@ -73,8 +83,8 @@ def load(path: Path | str, device: torch.device | str = "cpu") -> Recommender:
     if not isinstance(shared, Shared):
         raise RunFolderError(f"{folder / MODEL} holds no model; {RUN_AGAIN}")
     model = shared.model
-    devices, _, owner = _restored(folder / DEVICES, device)
-    if not isinstance(devices, DeviceState) or owner != fingerprint(model):
+    users, _, owner = _restored(folder / DEVICES, device)
+    if not isinstance(users, Users) or owner != fingerprint(model):
         raise RunFolderError(
             f"{folder / DEVICES} belongs to model {owner or 'none'}, not to {fingerprint(model)} beside it; {RUN_AGAIN}"
         )
@@ -90,7 +100,8 @@ def load(path: Path | str, device: torch.device | str = "cpu") -> Recommender:
         next_slice=shared.next_slice,
         head=shared.head,
         catalogue=Catalogue(_items(folder / ITEMS, model.n_items)),
-        devices=devices,
+        devices=users.devices,
+        bystanders=users.bystanders,
         ledger=ledger,
         trust=trust,
         settings=_text(folder / SETTINGS),

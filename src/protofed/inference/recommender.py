@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 
 from protofed.backbone.injection import rescale_like
-from protofed.client.memory import Memory
+from protofed.client.memory import Memory, no_memory, select_events
 from protofed.client.model import Model
 from protofed.client.router import route
 from protofed.client.state import DeviceState, new_device, remember, select
@@ -99,6 +99,17 @@ class Recommendation:
     why: Reason | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Bystanders:
+    """Users of the log whom training left out: their keys, and what they did among the model's items."""
+
+    users: Int[torch.Tensor, " U"]
+    memory: Memory
+
+
+NOBODY = Bystanders(torch.zeros(0, dtype=torch.int64), no_memory(0))
+
+
 @dataclass(frozen=True)
 class Recommender:
     """Everything a site holds of one trained model, and the devices of a simulated one."""
@@ -110,6 +121,7 @@ class Recommender:
     next_slice: int
     catalogue: Catalogue
     devices: DeviceState
+    bystanders: Bystanders = NOBODY
     ledger: Ledger = ()
     trust: Trust = "central"
     head: Head | None = None  # what the user's own past adds on top
@@ -136,14 +148,25 @@ class Recommender:
             events = self._events([item for item, inside in zip(history, known, strict=True) if inside], times, known)
             state = self._meet(remember(new_device(self.model, key), events), draws)
             return Device(self, state, draws, learned=0, unknown=unknown)
-        found = (self.devices.users == key).nonzero()[:, 0]
-        if user is None or not len(found):
+        left = None if user is None else self._remembered(key)
+        if left is None:
+            known = len(self.devices) + len(self.bystanders.users)
             raise DataError(
-                f"no device of a user {user!r} among the {len(self.devices):,} of {self.name}; "
+                f"no device of a user {user!r} among the {known:,} of {self.name}; "
                 "check the id, or give the user's history"
             )
-        state = self._meet(select(self.devices, found[:1].cpu()), draws)
+        state = self._meet(left, draws)
         return Device(self, state, draws, learned=len(state.memory.items))
+
+    def _remembered(self, key: int) -> DeviceState | None:
+        """What the user's device was left with; None where there was none."""
+        found = (self.devices.users.cpu() == key).nonzero()[:, 0]
+        if len(found):
+            return select(self.devices, found[:1])
+        beside = (self.bystanders.users == key).nonzero()[:, 0]
+        if not len(beside):
+            return None
+        return remember(new_device(self.model, key), select_events(self.bystanders.memory, beside[:1]))
 
     def score(self, state: DeviceState) -> Float[torch.Tensor, " I"]:
         """A score for every item as this device's next one."""
