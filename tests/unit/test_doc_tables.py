@@ -33,7 +33,7 @@ def test_every_command_has_its_section_and_every_option_its_words():
 
 def test_help_says_what_an_argument_is():
     found = CliRunner().invoke(app, ["recommend", "--help"], env={"COLUMNS": "200", "TERM": "dumb"})
-    assert "a run's folder, or one that protofed.save wrote" in found.stdout
+    assert "A run's folder, or one that protofed.save wrote" in found.stdout
 
 
 def test_an_option_is_shown_with_its_value_its_default_and_without_anybodys_home():
