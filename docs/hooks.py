@@ -44,7 +44,9 @@ def for_the_site(markdown: str) -> str:
 
 
 def _mend(text: str) -> str:
-    return LIST_AFTER_TEXT.sub(r"\1\n\n", LINK_OUT.sub(r"\1", text))
+    """A piece between two blocks of code."""
+    apart = re.sub(r"\A\n(?=(?:-|1\.) )", "\n\n", LINK_OUT.sub(r"\1", text))
+    return LIST_AFTER_TEXT.sub(r"\1\n\n", apart)
 
 
 def commands() -> Iterator[tuple[str, click.Command]]:

@@ -42,6 +42,11 @@ def test_the_site_is_built_without_warnings_and_has_every_page(site):
     assert {str(page) for page in sources} <= set(pages(site))
 
 
+def test_lists_and_tables_of_the_sources_are_lists_and_tables(site):
+    odd = {name: re.findall(r"<p>(?:- |1\. |\| ).{0,40}", text) for name, text in pages(site).items()}
+    assert {name: what for name, what in odd.items() if what} == {}
+
+
 def test_no_page_loads_anything_from_another_place(site):
     found = {name: LOADED.findall(text) + STYLES.findall(text) for name, text in pages(site).items()}
     assert {name: what for name, what in found.items() if what} == {}

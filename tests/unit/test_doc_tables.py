@@ -71,6 +71,7 @@ def test_the_page_of_python_names_has_every_public_one_once():
         ("It says:\n- one\n- two\n", "It says:\n\n- one\n- two\n"),
         ("- one\n  goes on\n- two\n", "- one\n  goes on\n- two\n"),
         ("```\na:\n- b\n```\n", "```\na:\n- b\n```\n"),
+        ("```\na\n```\n- b\n", "```\na\n```\n\n- b\n"),
         ("[parity](../benchmarks/x/README.md) and [data](../own_data.md)", "parity and [data](../own_data.md)"),
         ("[rules](../../CONTRIBUTING.md#add), [rows](../results.md)", "rules, [rows](../results.md)"),
         ("see [its report](more_logs.html)", "see its report"),
