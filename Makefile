@@ -1,6 +1,7 @@
 # make run    set everything up, run the main job on the embedded world, write report.html
 # make test   set everything up, check style and types, run all tests but the long ones
 # make test-long   tens of thousands of random cases and all committed reports made again, on top of `make test`
+# make docs   build the documentation into build/site
 # make report rebuild the reports of docs/ (report, more_logs, paper_size, sensitivity) and its tables from the committed runs
 PYTHON ?= python3
 VENV   ?= .venv
@@ -9,7 +10,7 @@ WORKERS ?= 2
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: run test test-long check unit report clean
+.PHONY: run test test-long check unit docs report clean
 
 run: $(READY)
 	$(BIN)/python -m protofed.cli.main demo --out runs/demo --report report.html
@@ -27,6 +28,10 @@ check: $(READY)
 
 unit: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow and not long" tests/unit tests/properties
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "wrote build/site: open build/site/index.html"
 
 report: $(READY)
 	$(BIN)/python -m protofed.cli.main report results/pack -o docs/report.html --grid experiments/overall.toml --grid experiments/overall-tier2.toml --tuned results/tune --tuned results/tune/yelp
@@ -48,5 +53,5 @@ $(READY): pyproject.toml requirements/lock.txt scripts/torch.sh
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: the venv module is missing; on Debian or Ubuntu run: apt-get install python3-venv" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	TORCH=$(TORCH) PIP="$(BIN)/python -m pip" sh scripts/torch.sh
-	$(BIN)/python -m pip install --quiet -c requirements/lock.txt -e '.[report,dev]'
+	$(BIN)/python -m pip install --quiet -c requirements/lock.txt -e '.[report,dev,docs]'
 	touch $(READY)

@@ -41,9 +41,9 @@ class StreamConfig:
 class BackboneConfig:
     """The sequential recommender f_theta (SASRec)."""
 
-    width: int = number(64, 1, 1_024)  # d
-    layers: int = number(2, 1, 100)
-    heads: int = number(4, 1, 1_000)
+    width: int = number(64, 1, 1_024)  # d: length of item vectors and hidden states
+    layers: int = number(2, 1, 100)  # transformer blocks
+    heads: int = number(4, 1, 1_000)  # of attention; the width is a multiple of them
     ffn_width: int = number(1, 1, 100)  # inner width of a block's feed-forward part, in multiples of d
     history_length: int = number(50, 1, 100_000)  # L: how many recent tokens it reads
     dropout: float = number(0.5, 0, 0.99)  # chosen on the base block's validation part; 0.2 over-fits (docs/results.md)
@@ -56,10 +56,10 @@ class TrainingConfig:
 
     loss: Literal["softmax", "bce", "bpr"] = "softmax"  # sampled softmax, pointwise or pairwise
     negatives: int = number(64, 1, 10**6)  # uniform negatives per window
-    learning_rate: float = number(1e-3, 1e-12, 100)
+    learning_rate: float = number(1e-3, 1e-12, 100)  # in the base block
     slice_learning_rate: float = number(1e-3, 1e-12, 100)  # after the base block
-    weight_decay: float = number(1e-4, 0, 100)
-    max_grad_norm: float = number(1.0, 1e-12, 1e12)
+    weight_decay: float = number(1e-4, 0, 100)  # of AdamW
+    max_grad_norm: float = number(1.0, 1e-12, 1e12)  # longer gradients are clipped to it
     batch_size: int = number(64, 1, 10**6)  # windows per step
     stride: int = number(25, 1, 100_000)  # most targets in a window: they read L - stride earlier tokens or more
     base_epochs: int = number(100, 0, 10**6)  # cap in the base block
@@ -81,15 +81,15 @@ class ScoringConfig:
 
 @dataclass(frozen=True, slots=True)
 class PrivacyConfig:
-    """What is promised, and at what price."""
+    """What is promised, and with how much noise."""
 
     target_epsilon: float = number(3.4, 0, 1_000)  # of the whole stream; 0: no budget, the noise multiplier is given
     noise_multiplier: float = number(0.0, 0, 1e6)  # of every round; 0: solved. With both, uploads stop at the budget
-    delta: float = number(1e-5, 1e-300, 0.999999)
+    delta: float = number(1e-5, 1e-300, 0.999999)  # δ of the claim
     trust: Literal["central", "secure-aggregation", "local"] = "central"  # whom the clients trust with what
     sampling_rate: float = number(0.05, 1e-9, 1)  # q: a client's chance to take part in a round; 1: everybody
-    rounds_per_slice: int = number(20, 0, 1_000)
-    clip_radius: float = number(1.0, 1e-6, 1e6)
+    rounds_per_slice: int = number(20, 0, 1_000)  # releases in each slice; fixed ahead
+    clip_radius: float = number(1.0, 1e-6, 1e6)  # longest contribution of one user in a round
     count_weight: float = number(0.25, 1e-6, 1e6)  # c: what a contribution adds to its prototype's count
     newcomer_share: float = number(0.85, 0, 1)  # of ε, for the release of new items' rows; the rounds get what is left
     newcomer_noise: float = number(0.0, 0, 1e6)  # of that release; 0: solved (without a budget: twice the rounds')
@@ -107,7 +107,7 @@ class PeftConfig:
 class ProtoFedConfig:
     """ProtoFed-SP: prompts, own rows, prototypes. Defaults of the reference mode (docs/paper_notes.md)."""
 
-    mode: Literal["reference", "literal", "nodp"] = "reference"
+    mode: Literal["reference", "literal", "nodp"] = "reference"  # private, as printed in the paper, or without noise
     ablate: str = ""  # parts left out, comma-separated (ABLATIONS)
     prototypes: int = number(0, 0, 65_536)  # K; 0: as many as the cohort can feed
     seedings: int = number(1, 1, 10_000)  # starts of the k-means of the first prototypes; the tightest is taken
@@ -115,7 +115,7 @@ class ProtoFedConfig:
     temperature: float = number(0.07, 1e-6, 1e6)  # tau of the router
     embedding: int = number(64, 1, 65_536)  # d_z: width of what is uploaded
     codec: Literal["auto", "linear", "mlp"] = "auto"  # auto: linear below 2,000 base users
-    aggregator: Literal["fedkmeans", "geometric-median", "barycenter"] = "fedkmeans"
+    aggregator: Literal["fedkmeans", "geometric-median", "barycenter"] = "fedkmeans"  # how uploads move prototypes
     momentum: float = number(0.1, 0, 1)  # beta of the prototypes
     margin: float = number(0.5, 0, 2)  # rho: least distance between prototypes
     local_steps: int = number(20, 0, 200)  # of each client in a slice, spread over its rounds
@@ -123,17 +123,17 @@ class ProtoFedConfig:
     prompt_history: int = number(0, 0, 100_000)  # tokens prompts learn beside, less own rows; 0: all, with them
     base_history: int = number(0, 0, 100_000)  # tokens those steps read: few leave more to prompts; 0: the backbone's
     base_windows: int = number(4, 1, 10**6)  # newest windows of each base user that those steps read
-    long_rate: float = number(5e-3, 0, 100)  # eta_l
-    short_rate: float = number(0.1, 0, 1e6)  # eta_s
-    row_rate: float = number(5e-3, 0, 100)  # of a client's own item rows; 0 leaves them where they start
+    long_rate: float = number(5e-3, 0, 100)  # eta_l: learning rate of the long prompt
+    short_rate: float = number(0.1, 0, 1e6)  # eta_s: learning rate of the short prompt
+    row_rate: float = number(5e-3, 0, 100)  # learning rate of a client's own item rows; 0 leaves them where they start
     met_boost: float = number(3.0, 0, 1e3)  # an item just met starts with this much of base users' rows' mean gain
     at_once: bool = False  # items in a question's past count as just met before the device has learned a row for them
     sparsity: float = number(1.0, 0, 1e6)  # lambda_p in multiples of a client's median gradient entry
     group_sparsity: bool = False  # drop whole tokens of the short prompt
     lambda_max: float = number(1.0, 0, 1e6)  # the strongest pull to the prototypes
     gamma: float = number(0.5, 0, 1e6)  # weight of InfoNCE in the alignment
-    alignment_temperature: float = number(0.1, 1e-6, 1e6)  # tau_a
-    alignment: Literal["euclidean", "entropy", "wasserstein"] = "euclidean"
+    alignment_temperature: float = number(0.1, 1e-6, 1e6)  # tau_a: temperature of InfoNCE
+    alignment: Literal["euclidean", "entropy", "wasserstein"] = "euclidean"  # how prompts are pulled to prototypes
     inner_prox_steps: int = number(0, 0, 500)  # 0: Algorithm 1's explicit long step; more: Eq. (3)
     acceptance_prior: float = number(5.0, 0, 1e9)  # base users' verdict on prompts and rows counts as so many events
     carry: float = number(0.5, 0, 1)  # what of the short prompt survives the start of a session
@@ -161,11 +161,11 @@ ABLATIONS: Mapping[str, str] = {
 class RunConfig:
     """One method on one log: everything that decides its numbers."""
 
-    dataset: str = "synthetic"
-    method: str = "frozen"
+    dataset: str = "synthetic"  # a prepared log, or the embedded synthetic world
+    method: str = "frozen"  # a name of `protofed run --list-methods`, or package.module:Name
     variant: Literal["standard", "peft"] = "standard"  # what slices change: the weights, or a prompt and new rows only
-    preset: Literal["small", "paper"] = "small"
-    seed: int = number(0, 0, 2**62)
+    preset: Literal["small", "paper"] = "small"  # width 64 or 256
+    seed: int = number(0, 0, 2**62)  # of weights, order and training negatives; never of the candidates
     clients: int = number(0, 0, 2**62)  # keep so many users, drawn by a hash of their ids; 0 keeps all
     stream: StreamConfig = field(default_factory=StreamConfig)
     backbone: BackboneConfig = field(default_factory=BackboneConfig)

@@ -37,26 +37,29 @@ COLUMNS = (("sampled", "all"), ("sampled", "novel"), ("full", "all"), ("full", "
 
 
 def bench(
-    out: Annotated[Path | None, typer.Option(help="the bench's folder; the same command resumes it")] = None,
-    config: Annotated[Path | None, typer.Option(help="a TOML file: grid, settings, variants, sweep")] = None,
-    datasets: Annotated[str | None, typer.Option(help="comma-separated; goes before the file's")] = None,
-    methods: Annotated[str | None, typer.Option(help="comma-separated; goes before the file's")] = None,
-    seeds: Annotated[str | None, typer.Option(help="comma-separated; goes before the file's")] = None,
-    preset_name: Annotated[str | None, typer.Option("--preset", help="small (d = 64) or paper (d = 256)")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="key=value for every cell")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder of all runs; the same command resumes it.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file: grid, settings, variants, sweep.")] = None,
+    datasets: Annotated[str | None, typer.Option(help="Comma-separated; overrides the file's.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Comma-separated; overrides the file's.")] = None,
+    seeds: Annotated[str | None, typer.Option(help="Comma-separated; overrides the file's.")] = None,
+    preset_name: Annotated[str | None, typer.Option("--preset", help="small (d = 64) or paper (d = 256).")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="key=value for every run.")] = None,
     tuned: Annotated[
-        list[Path] | None, typer.Option(help="the --out of `protofed tune`; of several, the first that has it as asked")
+        list[Path] | None, typer.Option(help="The --out of `protofed tune`; repeatable, the first that fits is used.")
     ] = None,
-    root: Annotated[Path, typer.Option(help="folder of prepared logs")] = Path("data"),
-    jobs: Annotated[int, typer.Option(help="runs at once, each on one thread")] = 1,
-    shard: Annotated[str | None, typer.Option(help="i/n: only part i of n, e.g. one part per machine")] = None,
-    ray: Annotated[bool, typer.Option("--ray", help="workers on a Ray cluster that shares the folders")] = False,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
-    cache: Annotated[Path, typer.Option(help="folder where warm-ups are kept")] = CACHE,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="list the cells and what is left of them")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print the final table as JSON")] = False,
+    root: Annotated[Path, typer.Option(help="The folder of prepared logs.")] = Path("data"),
+    jobs: Annotated[int, typer.Option(help="How many runs at once, each on one thread.")] = 1,
+    shard: Annotated[str | None, typer.Option(help="i/n: only part i of n, e.g. one part per machine.")] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Run on a Ray cluster that shares the folders.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    cache: Annotated[Path, typer.Option(help="The folder that keeps warm-ups.")] = CACHE,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs and what is left to do.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the final table as JSON.")] = False,
 ) -> None:
-    """Run data sets × methods × variants × seeds. Finished cells are kept; one that fails does not stop the others."""
+    """Run data sets × methods × variants × seeds.
+
+    Finished runs are kept; one that fails does not stop the others.
+    """
     from protofed.experiments import bench as benches
     from protofed.experiments import grid as grids
     from protofed.experiments.tidy import write_tables

@@ -23,7 +23,7 @@ AS_JSON = typer.Option(False, "--json", help="Print one JSON object instead of t
 
 @app.command("list")
 def list_(root: Path = ROOT, as_json: bool = AS_JSON) -> None:
-    """The official data sets ProtoFed reads, and the prepared logs under --root."""
+    """List the official data sets, and the prepared logs under --root."""
     from protofed.data import catalog, prepared
 
     known, found = catalog.DATASETS.values(), prepared.prepared_names(root)
@@ -44,7 +44,7 @@ def prepare(
     name: str = typer.Argument(help="An official data set, as `protofed data list` names it."),
     source: Path = typer.Option(..., "--source", help="The official file, or the folder that holds it."),
     root: Path = ROOT,
-    encoding: str = typer.Option("utf-8", "--encoding", help="The file's text: utf-8, latin-1 or cp1252."),
+    encoding: str = typer.Option("utf-8", "--encoding", help="The encoding: utf-8, latin-1 or cp1252."),
     target: str | None = typer.Option(None, "--as", help="The name of the prepared log (default: NAME)."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace a different log of that name."),
     as_json: bool = AS_JSON,
@@ -72,7 +72,7 @@ def prepare(
 def stats_(
     name: str = typer.Argument(help="A prepared log under --root."), root: Path = ROOT, as_json: bool = AS_JSON
 ) -> None:
-    """Counts of a prepared log: raw, 5-core and canonical."""
+    """Count a prepared log: raw, 5-core and canonical."""
     from protofed.data.stats import stats
 
     found = stats(name, root)

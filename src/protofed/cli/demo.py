@@ -19,14 +19,16 @@ METHODS = ("popularity", "frozen", "personal-memory", "finetune-last", OURS)
 
 
 def demo(
-    dataset: Annotated[str, typer.Option(help="`synthetic`, or a prepared log under --root")] = "synthetic",
-    root: Annotated[Path, typer.Option(help="folder of prepared logs")] = Path("data"),
-    out: Annotated[Path, typer.Option(help="folder for the runs; the same command resumes them")] = Path("runs/demo"),
-    report: Annotated[Path, typer.Option(help="the HTML file to write")] = Path("report.html"),
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
-    cache: Annotated[Path, typer.Option(help="folder where warm-ups are kept")] = CACHE,
+    dataset: Annotated[str, typer.Option(help="`synthetic`, or a prepared log under --root.")] = "synthetic",
+    root: Annotated[Path, typer.Option(help="The folder of prepared logs.")] = Path("data"),
+    out: Annotated[Path, typer.Option(help="The folder of the runs; the same command resumes them.")] = Path(
+        "runs/demo"
+    ),
+    report: Annotated[Path, typer.Option(help="The HTML file to write.")] = Path("report.html"),
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    cache: Annotated[Path, typer.Option(help="The folder that keeps warm-ups.")] = CACHE,
 ) -> None:
-    """Run the first methods on a log, print their accuracy and write a report."""
+    """Run five methods on one log, print their accuracy and write a report."""
     check_installed(extra="report")
     with shown(Console(stderr=True)) as progress:
         progress.expect("protofed demo")
@@ -60,8 +62,7 @@ def demo(
     console.print(f"wrote {report}: open it in a browser", highlight=False)
     if dataset == "synthetic":
         console.print(
-            "With your own log: `protofed data prepare NAME --source FILE --root data`, then "
-            "`protofed demo --dataset NAME --root data`; `protofed data list` names the formats it reads.",
+            "With your own log: `protofed data import FILE --as NAME`, then `protofed demo --dataset NAME`.",
             highlight=False,
         )
 

@@ -52,10 +52,10 @@ app = typer.Typer(
 )
 
 
-@app.callback(help="Private, continual web personalization.")
+@app.callback(help="Private, continual personalization for web sites.")
 def about(
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=print_version, help="print the version")
+        bool, typer.Option("--version", is_eager=True, callback=print_version, help="Print the version.")
     ] = False,
 ) -> None: ...
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def import_(
     file: Path = typer.Argument(help="The log: csv (or with tabs, ; or |), jsonl or parquet; a text may be .gz."),
     name: str = typer.Option(..., "--as", help="The name of the prepared log."),
-    user: str | None = typer.Option(None, "--user", help="The column of users (default: told by its name)."),
+    user: str | None = typer.Option(None, "--user", help="The column of users (default: found by its name)."),
     item: str | None = typer.Option(None, "--item", help="The column of items."),
     time: str | None = typer.Option(None, "--time", help="The column of times."),
     rating: str | None = typer.Option(None, "--rating", help="The column of ratings; '' reads none."),
@@ -25,15 +25,17 @@ def import_(
     time_format: str | None = typer.Option(
         None, "--time-format", help="How times are written, such as '%d.%m.%Y %H:%M' (default: ISO 8601 or unix time)."
     ),
-    items: Path | None = typer.Option(None, "--items", help="A table of the items: titles, texts, places and so on."),
-    no_header: bool = typer.Option(False, "--no-header", help="The first line is a row; columns are 1, 2, 3, ..."),
-    malformed: float = typer.Option(0.01, "--malformed", help="The share of rows that may be malformed."),
-    encoding: str = typer.Option("utf-8", "--encoding", help="The file's text: utf-8, latin-1 or cp1252."),
+    items: Path | None = typer.Option(None, "--items", help="A table of the items, with titles, texts or places."),
+    no_header: bool = typer.Option(
+        False, "--no-header", help="The file has no header; columns are called 1, 2, 3, ..."
+    ),
+    malformed: float = typer.Option(0.01, "--malformed", help="The share of rows that may be malformed and dropped."),
+    encoding: str = typer.Option("utf-8", "--encoding", help="The encoding: utf-8, latin-1 or cp1252."),
     root: Path = typer.Option(Path("data"), "--root", help="The folder of prepared logs."),
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace a different log of that name."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of sentences."),
 ) -> None:
-    """Read a log of your own and write it as a prepared log."""
+    """Read your own log and write it as a prepared log."""
     from protofed.data.catalog import check_encoding
     from protofed.data.own_import import import_log
     from protofed.data.own_log import Asked

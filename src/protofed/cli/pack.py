@@ -8,10 +8,10 @@ from rich.console import Console
 
 
 def pack(
-    runs: Annotated[Path, typer.Argument(help="A run folder, or a folder that holds run folders at any depth.")],
-    out: Annotated[Path, typer.Argument(help="The pack: a folder; runs that it holds already stay in it.")],
+    runs: Annotated[Path, typer.Argument(help="A run's folder, or a folder with runs at any depth.")],
+    out: Annotated[Path, typer.Argument(help="The pack's folder; runs that are in it stay.")],
 ) -> None:
-    """Add finished runs to a pack; `protofed report OUT` reads it as it reads the run folders."""
+    """Add finished runs to a pack, a small folder that `protofed report` reads like the runs."""
     from protofed.cli.progress import shown
     from protofed.experiments import pack as packs
 

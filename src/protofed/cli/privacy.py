@@ -17,18 +17,21 @@ MOST_ROUNDS = 100_000
 
 
 def privacy(
-    target_epsilon: Annotated[float | None, typer.Option(help="the budget: prints the noise it asks for")] = None,
-    noise_multiplier: Annotated[float | None, typer.Option(help="a noise: prints the ε it gives")] = None,
-    ledger: Annotated[Path | None, typer.Option(help="a run's ledger.json: prints the ε of all of it")] = None,
-    delta: Annotated[float, typer.Option(help="δ")] = 1e-5,
-    rate: Annotated[float, typer.Option(help="each client's chance to take part in a round; 1: everybody")] = 0.05,
-    rounds: Annotated[int, typer.Option(help="rounds over the whole stream")] = 160,
-    max_uploads: Annotated[int | None, typer.Option(help="a cap on one user's uploads over all rounds")] = None,
-    trust: Annotated[str | None, typer.Option(help="central, secure-aggregation or local: solve for it")] = None,
-    accountant: Annotated[str, typer.Option(help="pld or rdp: solve with it; both are shown")] = "pld",
-    as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
+    target_epsilon: Annotated[float | None, typer.Option(help="A budget: print the noise it needs.")] = None,
+    noise_multiplier: Annotated[float | None, typer.Option(help="A noise: print the ε it gives.")] = None,
+    ledger: Annotated[Path | None, typer.Option(help="A run's ledger.json: print its ε.")] = None,
+    delta: Annotated[float, typer.Option(help="δ of the claim.")] = 1e-5,
+    rate: Annotated[float, typer.Option(help="Each user's chance to take part in a round; 1: everybody.")] = 0.05,
+    rounds: Annotated[int, typer.Option(help="Rounds over all slices together.")] = 160,
+    max_uploads: Annotated[int | None, typer.Option(help="A cap on one user's uploads over all rounds.")] = None,
+    trust: Annotated[str | None, typer.Option(help="Who adds the noise: central, secure-aggregation or local.")] = None,
+    accountant: Annotated[str, typer.Option(help="Solve with pld or rdp; both are shown.")] = "pld",
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
-    """Price a privacy budget: noise for an ε, or ε for a noise, never without δ, unit, adjacency and adversary."""
+    """Compute the noise a privacy budget needs, or the ε of a noise or of a ledger.
+
+    No ε is printed without its δ, unit, adjacency, trust model and adversary.
+    """
     from protofed.privacy.accountant import Accountant, adjacency, guarantees
     from protofed.privacy.ledger import SHARE, Release, Trust, claim, share_beside
 

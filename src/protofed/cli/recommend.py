@@ -20,18 +20,18 @@ FEW = 5  # events below which a user was not trained on
 
 
 def recommend(
-    model: Annotated[Path, typer.Argument(help="a run's folder, or one that protofed.save wrote")],
-    user: Annotated[str | None, typer.Option(help="a user of the log, by the original id")] = None,
-    n: Annotated[int, typer.Option("-n", help="how many items")] = 10,
+    model: Annotated[Path, typer.Argument(help="A run's folder, or one that protofed.save wrote.")],
+    user: Annotated[str | None, typer.Option(help="A user of the log, by the original id.")] = None,
+    n: Annotated[int, typer.Option("-n", help="How many items.")] = 10,
     history: Annotated[
-        str | None, typer.Option(help="items the user met, oldest first, separated by commas; for users unknown so far")
+        str | None, typer.Option(help="Instead of --user: items the user met, oldest first, separated by commas.")
     ] = None,
-    candidates: Annotated[Path | None, typer.Option(help="rank only the items in this file, one id a line")] = None,
-    exclude_seen: Annotated[bool, typer.Option("--exclude-seen", help="leave out what the user has met")] = False,
-    why: Annotated[bool, typer.Option("--why", help="say why each item stands where it stands")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    candidates: Annotated[Path | None, typer.Option(help="Rank only the items in this file, one id a line.")] = None,
+    exclude_seen: Annotated[bool, typer.Option("--exclude-seen", help="Leave out items the user has met.")] = False,
+    why: Annotated[bool, typer.Option("--why", help="Say why each item is ranked where it is.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Recommend items to one user. Needs no log and trains nothing."""
+    """Recommend items to one user; no log is needed and nothing is trained."""
     if (user is None) == (history is None):
         raise ConfigError("name one user: --user ID for somebody of the log, or --history a,b,c for anybody else")
     from protofed.inference.folder import load

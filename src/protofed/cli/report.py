@@ -19,23 +19,23 @@ NAMES = {"html": "report.html", "md": "report.md", "latex": "report.tex", "csv":
 
 
 def report(
-    runs: Annotated[Path, typer.Argument(help="A run folder, a folder that holds some at any depth, or a pack.")],
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write; report.html without it.")] = None,
+    runs: Annotated[Path, typer.Argument(help="A run's folder, a folder with runs at any depth, or a pack.")],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="The file to write (default: report.html).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON too.")] = False,
     kind: Annotated[
-        str | None, typer.Option("--format", help="html, md, csv or latex; without it, as the file's name ends.")
+        str | None, typer.Option("--format", help="html, md, csv or latex (default: by the file's name).")
     ] = None,
     check: Annotated[
-        list[Path] | None, typer.Option(help="Only list what RUNS lacks of this experiment file; repeatable.")
+        list[Path] | None, typer.Option(help="Only list which runs of this experiment file are missing; repeatable.")
     ] = None,
     tuned: Annotated[
-        list[Path] | None, typer.Option(help="With --check or --grid: the --tuned that the bench was given, each.")
+        list[Path] | None, typer.Option(help="With --check or --grid: the bench's --tuned; repeatable.")
     ] = None,
     grid: Annotated[
-        list[Path] | None, typer.Option(help="Show in the page what RUNS lacks of this experiment file; repeatable.")
+        list[Path] | None, typer.Option(help="Show in the page which runs of this experiment file are missing.")
     ] = None,
 ) -> None:
-    """Write tables and figures of finished runs into one file that needs no network."""
+    """Write tables and figures of finished runs into one self-contained file."""
     logging.getLogger("protofed.evaluation.forgetting").addFilter(partial(once, said=set()))
     if check:
         if out is not None or kind is not None or grid:

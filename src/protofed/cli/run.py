@@ -25,28 +25,33 @@ CACHE = Path.home() / ".cache" / "protofed"
 
 
 def run(
-    dataset: Annotated[str | None, typer.Option(help="a prepared log under --root, or `synthetic`")] = None,
-    method: Annotated[str | None, typer.Option(help="one of --list-methods, or package.module:Name")] = None,
-    out: Annotated[Path | None, typer.Option(help="the run's folder; the same command resumes it")] = None,
-    root: Annotated[Path, typer.Option(help="folder of prepared logs")] = Path("data"),
-    variant: Annotated[str | None, typer.Option(help="standard, or peft: frozen backbone and a shared prompt")] = None,
-    preset_name: Annotated[str | None, typer.Option("--preset", help="small (d = 64) or paper (d = 256)")] = None,
-    seed: Annotated[int | None, typer.Option(help="weights, order, training negatives; never the candidates")] = None,
-    clients: Annotated[int | None, typer.Option(help="keep so many users; 0 keeps all")] = None,
-    mode: Annotated[str | None, typer.Option(help=f"{OURS}: reference, literal or nodp")] = None,
-    target_epsilon: Annotated[float | None, typer.Option(help="the privacy budget of the whole stream")] = None,
-    noise_multiplier: Annotated[float | None, typer.Option(help="noise of every round, instead of a budget")] = None,
-    trust: Annotated[str | None, typer.Option(help="central, secure-aggregation or local")] = None,
-    ablate: Annotated[list[str] | None, typer.Option(help=f"leave a part of {OURS} out; repeatable")] = None,
-    config: Annotated[Path | None, typer.Option(help="a TOML file of settings; flags go before it")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="key=value, e.g. training.negatives=32")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
-    cache: Annotated[Path, typer.Option(help="folder where warm-ups are kept")] = CACHE,
-    track: Annotated[Path | None, typer.Option(help="a folder for TensorBoard: scalars, slice by slice")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print results as JSON")] = False,
-    list_methods: Annotated[bool, typer.Option("--list-methods", help="name every method and stop")] = False,
+    dataset: Annotated[str | None, typer.Option(help="A prepared log under --root, or `synthetic`.")] = None,
+    method: Annotated[str | None, typer.Option(help="One of --list-methods, or package.module:Name.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; the same command resumes it.")] = None,
+    root: Annotated[Path, typer.Option(help="The folder of prepared logs.")] = Path("data"),
+    variant: Annotated[str | None, typer.Option(help="standard, or peft: train a shared prompt only.")] = None,
+    preset_name: Annotated[str | None, typer.Option("--preset", help="small (d = 64) or paper (d = 256).")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of weights, order and training negatives.")] = None,
+    clients: Annotated[int | None, typer.Option(help="Keep only this many users; 0 keeps all.")] = None,
+    mode: Annotated[str | None, typer.Option(help=f"Of {OURS}: reference, literal or nodp.")] = None,
+    target_epsilon: Annotated[float | None, typer.Option(help="The privacy budget ε of the whole stream.")] = None,
+    noise_multiplier: Annotated[float | None, typer.Option(help="Noise of every round, instead of a budget.")] = None,
+    trust: Annotated[str | None, typer.Option(help="Who adds the noise: central, secure-aggregation or local.")] = None,
+    ablate: Annotated[list[str] | None, typer.Option(help=f"Leave out a part of {OURS}; repeatable.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file of settings; flags override it.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Any setting, e.g. training.negatives=32.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    cache: Annotated[Path, typer.Option(help="The folder that keeps warm-ups.")] = CACHE,
+    track: Annotated[Path | None, typer.Option(help="Write scalars for TensorBoard into this folder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print results as JSON.")] = False,
+    list_methods: Annotated[bool, typer.Option("--list-methods", help="List every method and stop.")] = False,
 ) -> None:
-    """Run one method over all slices of one log. A killed run continues where it was; a finished one is only shown."""
+    """Run one method over all slices of one log.
+
+    A run that was stopped continues where it was; a finished one is only shown again.
+    """
     if list_methods:
         print_methods(as_json)
         return

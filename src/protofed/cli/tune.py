@@ -36,22 +36,26 @@ class Asked:
 
 
 def tune(
-    out: Annotated[Path | None, typer.Option(help="the folder of trials; the same command resumes it")] = None,
-    method: Annotated[list[str] | None, typer.Option(help="what to tune; repeatable, each gets as many trials")] = None,
-    dataset: Annotated[str, typer.Option(help="a prepared log under --root, or `synthetic`")] = "synthetic",
-    root: Annotated[Path, typer.Option(help="folder of prepared logs")] = Path("data"),
-    trials: Annotated[int, typer.Option(help="for each method; fewer where its grid has no more points")] = 20,
-    slices: Annotated[int, typer.Option(help="pseudo-slices after the pseudo base")] = 3,
-    seed: Annotated[int, typer.Option(help="of the draws and of every trial's run")] = 0,
-    preset_name: Annotated[str | None, typer.Option("--preset", help="small (d = 64) or paper (d = 256)")] = None,
-    variant: Annotated[str | None, typer.Option(help="standard or peft")] = None,
-    clients: Annotated[int | None, typer.Option(help="keep so many users; 0 keeps all")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="key=value for all trials; not searched")] = None,
-    known: Annotated[Path | None, typer.Option(help="trials.csv of an earlier search: not repeated here")] = None,
-    jobs: Annotated[int, typer.Option(help="trials at once, each on one thread where there are several")] = 1,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
-    cache: Annotated[Path, typer.Option(help="folder where warm-ups are kept")] = CACHE,
-    as_json: Annotated[bool, typer.Option("--json", help="print results as JSON")] = False,
+    out: Annotated[Path | None, typer.Option(help="The folder of trials; the same command resumes it.")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="A method to tune; repeatable, each gets the same trials.")
+    ] = None,
+    dataset: Annotated[str, typer.Option(help="A prepared log under --root, or `synthetic`.")] = "synthetic",
+    root: Annotated[Path, typer.Option(help="The folder of prepared logs.")] = Path("data"),
+    trials: Annotated[int, typer.Option(help="Trials of each method; at most its whole grid.")] = 20,
+    slices: Annotated[int, typer.Option(help="Pseudo-slices inside the base block.")] = 3,
+    seed: Annotated[int, typer.Option(help="Of the search and of every trial.")] = 0,
+    preset_name: Annotated[str | None, typer.Option("--preset", help="small (d = 64) or paper (d = 256).")] = None,
+    variant: Annotated[str | None, typer.Option(help="standard or peft.")] = None,
+    clients: Annotated[int | None, typer.Option(help="Keep only this many users; 0 keeps all.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value for all trials; it is not searched.")
+    ] = None,
+    known: Annotated[Path | None, typer.Option(help="The trials.csv of an earlier search to build on.")] = None,
+    jobs: Annotated[int, typer.Option(help="How many trials at once, each on one thread.")] = 1,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    cache: Annotated[Path, typer.Option(help="The folder that keeps warm-ups.")] = CACHE,
+    as_json: Annotated[bool, typer.Option("--json", help="Print results as JSON.")] = False,
 ) -> None:
     """Choose hyper-parameters on the base block alone, the same number of trials for every method."""
     from protofed.experiments.run import pick_device

@@ -150,9 +150,9 @@ class Recommender:
             return Device(self, state, draws, learned=0, unknown=unknown)
         left = None if user is None else self._remembered(key)
         if left is None:
-            known = len(self.devices) + len(self.bystanders.users)
+            total = len(self.devices) + len(self.bystanders.users)
             raise DataError(
-                f"no device of a user {user!r} among the {known:,} of {self.name}; "
+                f"no device of a user {user!r} among the {total:,} of {self.name}; "
                 "check the id, or give the user's history"
             )
         state = self._meet(left, draws)
