@@ -76,6 +76,7 @@ class ScoringConfig:
     popularity_prior: float = number(0.0, 0, 1e6)  # w of w * log(1 + train count of the slice); 0.5 where on
     personal_memory: float = number(0.0, 0, 1e6)  # w of w * log(1 + 10 * sum of 0.5^(age / half-life)); 2 where on
     memory_half_life_days: float = number(30.0, 1e-6, 1e6)  # an event this old counts half
+    head: bool = False  # a small head over the user's own past, fitted on half of the base block's validation part
 
 
 @dataclass(frozen=True, slots=True)

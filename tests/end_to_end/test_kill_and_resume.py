@@ -89,19 +89,25 @@ def kill_after(child: subprocess.Popen[str], seconds: float) -> None:
     child.communicate(timeout=60)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> tuple[Path, float]:
+    """A run that nobody kills, and how long it took."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return folder / "whole", run_to_the_end(folder, folder / "whole")
+
+
 @pytest.mark.slow
-def test_five_kills_at_random_points_and_one_inside_a_checkpoint_leave_the_same_bytes(tmp_path):
-    whole = tmp_path / "whole"
-    seconds = run_to_the_end(tmp_path, whole)
+def test_five_kills_at_random_points_and_one_inside_a_checkpoint_leave_the_same_bytes(tmp_path, undisturbed):
+    (whole, seconds), here = undisturbed, undisturbed[0].parent  # whose warm-up is kept
     expected = {name: (whole / name).read_bytes() for name in ("metrics.parquet", "per_user.parquet", "ranks.parquet")}
     draws = random.Random(7)
     out = tmp_path / "killed"
     for _ in range(5):
-        kill_after(start(tmp_path, out), draws.uniform(0.05, 0.6) * seconds)
-    died_writing = start(tmp_path, out, die_in_checkpoint=1)
+        kill_after(start(here, out), draws.uniform(0.05, 0.6) * seconds)
+    died_writing = start(here, out, die_in_checkpoint=1)
     died_writing.communicate(timeout=300)
     assert died_writing.returncode == -signal.SIGKILL or (out / "metrics.parquet").exists()
-    run_to_the_end(tmp_path, out)
+    run_to_the_end(here, out)
     assert {name: (out / name).read_bytes() for name in expected} == expected
     assert (out / "config.toml").read_text() == to_toml(worlds.tiny_config(method="finetune-last"))
     assert not list(out.rglob("*.unfinished"))
@@ -109,14 +115,13 @@ def test_five_kills_at_random_points_and_one_inside_a_checkpoint_leave_the_same_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", [1, 2, 3])
-def test_a_kill_inside_any_checkpoint_write_loses_only_that_slice(tmp_path, checkpoint):
-    whole, out = tmp_path / "whole", tmp_path / "killed"
-    run_to_the_end(tmp_path, whole)
-    child = start(tmp_path, out, die_in_checkpoint=checkpoint)
+def test_a_kill_inside_any_checkpoint_write_loses_only_that_slice(tmp_path, undisturbed, checkpoint):
+    (whole, _), out = undisturbed, tmp_path / "killed"
+    child = start(whole.parent, out, die_in_checkpoint=checkpoint)
     child.communicate(timeout=300)
     assert child.returncode == -signal.SIGKILL
     assert (out / "checkpoint.safetensors").exists() == (checkpoint > 1)
-    run_to_the_end(tmp_path, out)
+    run_to_the_end(whole.parent, out)
     assert (out / "metrics.parquet").read_bytes() == (whole / "metrics.parquet").read_bytes()
 
 

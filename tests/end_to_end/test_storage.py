@@ -86,13 +86,25 @@ def test_a_warm_up_that_does_not_fit_into_the_cache_does_not_cost_the_run(tmp_pa
     assert len(saved) == 1
     assert "the warm-up is not kept for other runs" in caplog.text
     assert os.strerror(errno.EFBIG) in caplog.text
-    assert list((tmp_path / "cache").iterdir()) == []
+    (kept,) = (tmp_path / "cache").glob("warm-up-*")
+    assert kept.name.endswith(".training.safetensors")  # so that the next run need not train
+    monkeypatch.setattr("protofed.backbone.training.run_epoch", lambda *_: pytest.fail("trained again"))
+    assert protofed("run", *POPULARITY, "--out", "again", "--cache", "cache", cwd=tmp_path).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A run whose disk has room."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    done = protofed(*LEARNING, "--out", "whole", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "whole"
 
 
 @pytest.mark.parametrize("place", ["checkpoint", "table", "end"])
-def test_a_disk_that_fills_up_in_a_run_is_one_line_and_the_same_command_goes_on(tmp_path, monkeypatch, place):
-    whole = protofed(*LEARNING, "--out", "whole", cwd=tmp_path)
-    assert whole.returncode == 0, whole.stderr
+def test_a_disk_that_fills_up_in_a_run_is_one_line_and_the_same_command_goes_on(
+    tmp_path, monkeypatch, undisturbed, place
+):
     replace_, full = os.replace, {"checkpoint": 2, "table": 5, "end": 1}[place]
     ending = {"checkpoint": "checkpoint.safetensors", "table": "-1.parquet", "end": "metrics.parquet"}[place]
     seen = 0
@@ -117,7 +129,7 @@ def test_a_disk_that_fills_up_in_a_run_is_one_line_and_the_same_command_goes_on(
     assert rest.returncode == 0, rest.stderr
     assert "slice 0 done" not in rest.stderr  # it was kept
     for name in ("metrics.parquet", "per_user.parquet"):
-        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+        assert (tmp_path / "run" / name).read_bytes() == (undisturbed / name).read_bytes()
 
 
 @pytest.mark.parametrize("n_bytes", [0, 200, 3_000])

@@ -32,6 +32,7 @@ from protofed.slices.histories import Histories, histories
 from protofed.slices.partition import SliceBounds
 from protofed.slices.stream import SliceStream
 
+MOST_ITEMS = 1_000  # more than any log here has
 ROUNDING = 1e-5  # of the bound: single precision, before the clip
 KEYED_BY_EVENT = ("private windows", "private negatives", "extra loss", "client negatives", "dual-lora sample")
 Contribution = dict[str, Tensor]  # by the name of what it is added to
@@ -221,18 +222,18 @@ def watch_clients(capture: Capture, patch: pytest.MonkeyPatch) -> None:
 
 def watch_introductions(capture: Capture, patch: pytest.MonkeyPatch) -> None:
     """ProtoFed-SP's new items: what each client says about them, all together."""
-    sum_introductions = introducing.sum_introductions
+    make_item_upload = introducing.make_item_upload
 
-    def opened(said: Any, wanted: Tensor, std: float, noise: Any) -> Tensor:
+    def opened(said: Any, keys: Tensor, draws: Any, slice_index: int) -> Any:
         release = Released()
         for user in said.users.unique().tolist():
             mine = said.users == user
-            table = torch.zeros(len(wanted), said.values.shape[1], dtype=torch.float64)
+            table = torch.zeros(MOST_ITEMS, said.values.shape[1], dtype=torch.float64)
             release.add(user, {"items": table.index_add(0, said.items[mine], said.values[mine].double()).flatten()})
         capture.releases.append(release)
-        return sum_introductions(said, wanted, std, noise)
+        return make_item_upload(said, keys, draws, slice_index)
 
-    patch.setattr(introducing, "sum_introductions", opened)
+    patch.setattr(introducing, "make_item_upload", opened)
 
 
 def watch_uploads(capture: Capture, patch: pytest.MonkeyPatch, stream: SliceStream) -> None:

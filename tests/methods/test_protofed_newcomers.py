@@ -23,6 +23,7 @@ from protofed.methods.protocol import World
 from protofed.methods.protofed_rules import may_introduce
 from protofed.methods.protofed_sp import ProtoFedSP, ProtoFedState
 from protofed.privacy.accountant import epsilon
+from protofed.privacy.draws import SeededDraws
 from protofed.privacy.ledger import streams
 from protofed.privacy.mechanism import seeded_noise
 from protofed.seeds import stream
@@ -30,7 +31,7 @@ from protofed.slices.histories import Histories
 from protofed.slices.stream import SliceStream, TimeSlice
 from protofed.snapshot import restore, take_snapshot
 
-METHOD = ProtoFedSP()
+METHOD, DRAWS = ProtoFedSP(), SeededDraws(0)
 
 
 def world_of(**settings: object) -> World:
@@ -67,7 +68,7 @@ def test_sums_of_slices_add_up():
     slice_ = tiny_stream().slice_(2)
     later = METHOD.learn(world, after, slice_, PlainDescent())[0]
     noise = seeded_noise(stream(world.config.seed, "newcomer noise", 2))
-    alone, _, _ = release_introductions(nobody_new(after.newcomers.maps), world.backbone, slice_, 1.0, noise)
+    alone, _, _ = release_introductions(nobody_new(after.newcomers.maps), world.backbone, slice_, 1.0, noise, DRAWS)
     n = len(after.newcomers.sums)
     assert torch.allclose(later.newcomers.sums[:n], after.newcomers.sums + alone.sums[:n], atol=1e-5)
     assert torch.equal(later.newcomers.exposures[:n], after.newcomers.exposures + alone.exposures[:n])
@@ -207,7 +208,7 @@ def test_a_slice_without_train_events_releases_noise_alone():
     slice_ = tiny_stream().slice_(1)
     empty = replace(slice_, bounds=(*slice_.bounds[:-1], replace(slice_.bounds[-1], train_end=slice_.bounds[-1].start)))
     assert len(empty.train_positions) == 0
-    after, backbone, said = release_introductions(before.newcomers, world.backbone, empty, 1.0, quiet())
-    assert len(said.users) == 0
+    after, backbone, heard = release_introductions(before.newcomers, world.backbone, empty, 1.0, quiet(), DRAWS)
+    assert heard == 0
     assert backbone.items.isfinite().all()
     assert (after.sums[after.exposures > 0] != 0).any()

@@ -17,7 +17,7 @@ from protofed.errors import RunFolderError, StorageError
 from protofed.files import UNFINISHED, in_turn, load_tensors, make_folder, save_tensors
 from protofed.progress import Progress, silent
 from protofed.seeds import stream
-from protofed.slices.stream import SliceStream, TimeSlice
+from protofed.slices.stream import SliceStream, TimeSlice, halves
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,12 @@ def warm_up(
     kept: KeptEpochs | None = None,
     progress: Progress = silent,
 ) -> tuple[SASRec, Fit]:
-    """A backbone trained on the train part of the base block, stopped early on its validation part."""
+    """A backbone trained on the train part of the base block, stopped early on its validation part.
+
+    Where a head is to be fitted, the part's later half stops nothing: the head must not meet scores that it has chosen.
+    """
+    if config.scoring.head:
+        base = replace(base, validation=halves(base.validation)[0])
     model = SASRec(config.backbone, base.n_train_items, stream(config.seed, "backbone")).to(device)
     settings = config.training
     task = Task(base, base.train_positions, settings.base_epochs, settings.learning_rate, settings.prompt_rate)
@@ -52,6 +57,8 @@ def content_key(config: RunConfig, data: SliceStream, device: torch.device) -> s
     asked = data.query_set(0, "val")
     digest.update(asked.negatives.numpy().tobytes())
     digest.update(json.dumps([asdict(data.bounds[0]), data.config.row_order_history]).encode())
+    if config.scoring.head:
+        digest.update(b"stopped on the earlier half of the validation part")
     return digest.hexdigest()[:32]
 
 

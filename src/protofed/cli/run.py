@@ -16,6 +16,8 @@ from protofed.errors import ConfigError, check_installed
 from protofed.methods.names import OURS
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from protofed.data.interactions import InteractionLog
     from protofed.experiments.publish import Surroundings
 
@@ -180,17 +182,27 @@ def load(config: RunConfig, root: Path) -> "InteractionLog":
 def surroundings(config: RunConfig, root: Path) -> "Surroundings":
     """What a model is given beside its log: everybody's events, of the asked-for clients, and the table of items."""
     from protofed.data.filters import before_core
-    from protofed.data.items import load_items
     from protofed.data.prepared import family, load_log
     from protofed.experiments.publish import Surroundings
 
     if config.dataset == "synthetic":
         return Surroundings()
-    items = load_items(config.dataset, root)
+    items = item_table(config.dataset, root)
     if config.clients:
         return Surroundings(items=items)
     everyone = load_log(config.dataset, root, canonical=False)
     return Surroundings(before_core(everyone, family(config.dataset, root)), items)
+
+
+def item_table(dataset: str, root: Path) -> "pa.Table | None":
+    """What is known of the log's items; None without a table, or without polars, which reads it."""
+    from importlib.util import find_spec
+
+    if find_spec("polars") is None:
+        return None
+    from protofed.data.items import load_items
+
+    return load_items(dataset, root)
 
 
 def synthetic_log() -> "InteractionLog":

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from protofed.backbone.new_items import neighbours
 from protofed.backbone.sasrec import SASRec
+from protofed.privacy.draws import Draws
 from protofed.slices.histories import Histories
 
 SPAN = 5  # events before and after, as in the shared rule
@@ -34,9 +35,32 @@ class Map:
 class Introductions:
     """What each of M (client, item) pairs adds to its item: a count, then r coordinates; clipped per client."""
 
-    users: Int[Tensor, " M"]
+    users: Int[Tensor, " M"]  # ascending; on the server, places among the accepted
     items: Int[Tensor, " M"]
     values: Float[Tensor, "M r1"]
+
+
+@dataclass(frozen=True, slots=True)
+class ItemUpload:
+    """What U devices send of new items once a slice, device after device. The types are those of `make_item_upload`."""
+
+    slice_index: int
+    tokens: Tensor  # (U,) int64: tell a second copy of an upload, and nothing else
+    counts: Tensor  # (U,) int64: how many items each device speaks of
+    items: Tensor  # (M,) int64
+    values: Tensor  # (M, r1) float32
+
+    def __len__(self) -> int:
+        return self.tokens.numel()
+
+
+def make_item_upload(
+    said: Introductions, keys: Int[Tensor, " N"], draws: Draws, slice_index: int
+) -> tuple[ItemUpload, Int[Tensor, " U"]]:
+    """The devices' uploads and whose they are; `keys` are those of all users. Who met no new item sends nothing."""
+    users, counts = said.users.unique_consecutive(return_counts=True)
+    tokens = draws.tokens(keys[users], -slice_index)  # of no round of the prototypes: nobody can join the two
+    return ItemUpload(slice_index, tokens, counts, said.items, said.values), users
 
 
 def map_of(rows: Float[Tensor, "n d"], r: int = DIRECTIONS) -> Map:

@@ -25,10 +25,13 @@ def five_core(log: InteractionLog, k: int = 5) -> InteractionLog:
 def core_rows(users: np.ndarray, items: np.ndarray, k: int) -> np.ndarray:
     """The positions of the rows that remain when users and items with fewer than `k` rows are dropped until none is."""
     rows = np.arange(len(users))
+    of_user, of_item = np.bincount(users), np.bincount(items)
     while True:
-        keep = (np.bincount(users)[users] >= k) & (np.bincount(items)[items] >= k)
+        keep = (of_user >= k)[users] & (of_item >= k)[items]
         if keep.all():
             return rows
+        of_user -= np.bincount(users[~keep], minlength=len(of_user))
+        of_item -= np.bincount(items[~keep], minlength=len(of_item))
         rows, users, items = rows[keep], users[keep], items[keep]
 
 
@@ -70,6 +73,19 @@ def duplicates(log: InteractionLog) -> np.ndarray:
     again[:] = False
     again[rows[order[1:]]] = (np.diff(pairs[order]) == 0) & (np.diff(times[order]) == 0)
     return again
+
+
+def count_duplicates(log: InteractionLog) -> int:
+    """How many rows have the user, item and timestamp of an earlier one."""
+    times, pairs = log.times.numpy(), log.n_users * log.n_items
+    moments = np.zeros(len(log), dtype=np.int64)
+    np.cumsum(times[1:] != times[:-1], out=moments[1:])
+    if pairs * (int(moments[-1]) + 1) >= 2**63:  # no integer holds all three; few rows share a moment then
+        return int(duplicates(log).sum())
+    moments *= pairs
+    moments += pair_codes(log)
+    moments.sort()
+    return int((moments[1:] == moments[:-1]).sum())
 
 
 def pair_codes(log: InteractionLog) -> np.ndarray:

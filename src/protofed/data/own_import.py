@@ -127,7 +127,7 @@ def _summary(own: OwnLog, file: Path, name: str, items: ItemSummary | None) -> S
         read=own.read,
         malformed=own.malformed,
         first_malformed={"row": own.first_malformed, "what": own.example} if own.malformed else None,
-        duplicates=int(filters.duplicates(log).sum()),
+        duplicates=filters.count_duplicates(log),
         users_below_five=int((np.bincount(log.users.numpy()) < FEW).sum()),
         five_core=core_counts(log),
         item_table=items,

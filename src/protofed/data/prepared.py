@@ -140,7 +140,8 @@ def _log_file(name: str, root: Path) -> Path:
         raise DatasetNotFound(f"no prepared log {name!r} under {root}: {closed.strerror}; give --root") from closed
     if not known:
         raise DatasetNotFound(
-            f"no prepared log {name!r} under {root}, which holds none; give --root or run `protofed data prepare`"
+            f"no prepared log {name!r} under {root}, which holds none; "
+            "give --root, or run `protofed data import` for a file of your own"
         )
     raise DatasetNotFound(
         f"no prepared log {name!r} under {root}{nearest(name, known)}; `protofed data list --root {root}` shows all"

@@ -11,16 +11,19 @@ import pyarrow.compute as pc
 import torch
 
 from protofed.client.memory import Memory, events_between, events_until, offsets_of
-from protofed.client.model import Model
-from protofed.client.state import DeviceState, choose_variants, join, new_devices, remember, resize
+from protofed.client.model import VARIANTS, LocalRule, Model
+from protofed.client.state import DeviceState, choose_variants, new_devices, remember, resize
 from protofed.config import RunConfig
 from protofed.data.interactions import InteractionLog
 from protofed.experiments.folder import RunFolder
 from protofed.experiments.summary import summarise_run
+from protofed.federation.preparation import nobody_yet
 from protofed.files import write_text
 from protofed.inference.folder import CARD, save_parts
-from protofed.inference.recommender import Catalogue, Recommender
-from protofed.methods.protocol import Recommending, World
+from protofed.inference.recommender import BARE, NOBODY, Bystanders, Catalogue, Recommender
+from protofed.methods.frozen import BackboneState
+from protofed.methods.headed import Headed
+from protofed.methods.protocol import Method, Published, Recommending, World
 from protofed.privacy.promise import promise_lines, promised
 from protofed.seeds import user_keys
 from protofed.slices.stream import SliceStream
@@ -35,24 +38,50 @@ class Surroundings:
 
 
 def publish(
-    folder: RunFolder, method: Recommending, world: World, state: Any, data: SliceStream, around: Surroundings
+    folder: RunFolder, method: Method[Any], world: World, state: Any, data: SliceStream, around: Surroundings
 ) -> None:
-    """The run's folder made a model: every device remembers its user's events up to the end of the log."""
+    """The run's folder made a model: every device remembers its user's events up to the end of the log.
+
+    Nothing is written where no device could answer as the benchmark ranked.
+    """
     log = data.log
-    made = method.publish(world, state, log.n_items)
-    devices = catch_up(made.model, made.devices, data)
-    if around.everyone is not None:
-        devices = join([devices, left_out(made.model, devices, log, around.everyone)])
+    made = published(method, world, state, log.n_items)
+    if made is None:
+        return
     recommender = Recommender(
         name=log.name,
         model=made.model,
         rule=made.rule,
+        head=made.head,
         next_round=made.next_round,
         next_slice=data.n_slices + 1,
         catalogue=Catalogue(describe_items(log.item_ids, around.items)),
-        devices=devices,
+        devices=catch_up(made.model, made.devices, data),
+        bystanders=NOBODY if around.everyone is None else left_out(log, around.everyone),
     )
-    save_parts(recommender, devices, folder.path)
+    save_parts(recommender, folder.path)
+
+
+def published(method: Method[Any], world: World, state: Any, n_items: int) -> Published | None:
+    """What devices hold after the newest slice: the method says, or a backbone alone; None for all other methods.
+
+    Switches that rank by counts of the whole log, or by a formula beside the method, are on no device.
+    """
+    scoring = world.config.scoring
+    if scoring.popularity_prior or scoring.personal_memory:
+        return None
+    if isinstance(method, Headed):
+        made = published(method.inner, world, state.inner, n_items)
+        return made and replace(made, head=state.head if state.worn else None)
+    if isinstance(method, Recommending):
+        return method.publish(world, state, n_items)
+    if not isinstance(state, BackboneState):
+        return None
+    bare = LocalRule(use_rows=False, steps=0, allowed=tuple(variant == BARE for variant in VARIANTS))
+    model = nobody_yet(world.config, state.backbone, bare, n_items)
+    (_, prompt_length, d), d_z = model.prompts.shape, model.v.shape[1]
+    nobody = new_devices(torch.zeros(0, dtype=torch.int64), prompt_length, d, d_z, device=model.v.device)
+    return Published(replace(model, rule=bare), nobody, None, 0)
 
 
 def catch_up(model: Model, devices: DeviceState, data: SliceStream) -> DeviceState:
@@ -73,8 +102,8 @@ def first_choices(model: Model, devices: DeviceState) -> DeviceState:
     )
 
 
-def left_out(model: Model, devices: DeviceState, log: InteractionLog, everyone: InteractionLog) -> DeviceState:
-    """Devices of the users that training left out, with what they did among the model's items in memory."""
+def left_out(log: InteractionLog, everyone: InteractionLog) -> Bystanders:
+    """The users that training left out, with what they did among the model's items."""
     items = pc.index_in(everyone.item_ids, value_set=log.item_ids.cast(everyone.item_ids.type))
     items = pc.fill_null(items, -1).to_numpy()[everyone.items.numpy()]
     stranger = pc.invert(pc.is_in(everyone.user_ids, value_set=log.user_ids.cast(everyone.user_ids.type)))
@@ -87,9 +116,7 @@ def left_out(model: Model, devices: DeviceState, log: InteractionLog, everyone: 
         torch.from_numpy(everyone.times.numpy()[keep][order].astype(np.int64)),
     )
     keys = torch.from_numpy(user_keys(everyone.user_ids.take(pa.array(users)).to_pylist()))
-    (_, prompt_length, d), d_z = model.prompts.shape, model.v.shape[1]
-    fresh = new_devices(keys, prompt_length, d, d_z, device=devices.device)
-    return first_choices(model, remember(fresh, events))
+    return Bystanders(keys, events)
 
 
 def describe_items(item_ids: pa.Array, items: pa.Table | None) -> pa.Table:

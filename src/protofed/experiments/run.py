@@ -31,9 +31,11 @@ from protofed.experiments.publish import Surroundings, publish, write_card
 from protofed.experiments.stages import CHECKING, PREPARING, WARM_UP, evaluating, learning
 from protofed.inference.folder import CARD, MODEL
 from protofed.methods.catalogue import configured, method_named
+from protofed.methods.headed import under_head, without_head
 from protofed.methods.private import as_asked
-from protofed.methods.protocol import Diagnostics, Method, Recommending, Releasing, World
-from protofed.privacy.ledger import SHARE, Ledger, share_with_base_events
+from protofed.methods.protocol import Diagnostics, Method, Releasing, World
+from protofed.methods.scoring import refuse_prior
+from protofed.privacy.ledger import SHARE, share_with_base_events
 from protofed.progress import RUN, Progress, silent, within
 from protofed.slices.leaks import check_candidates, check_evidence
 from protofed.slices.stream import SliceStream, TimeSlice
@@ -61,6 +63,7 @@ class Experiment:
         A folder that another process works in is waited for at most `patience` seconds.
         """
         method = as_asked(configured(self.config, method_named(self.config.method)), self.config)
+        method = under_head(method, self.config)
         data = SliceStream(self.log, self.config.stream)  # a log that cannot be cut leaves no folder behind
         with folders.opened(out, self.config, patience=patience) as folder:
             if not folder.finished:
@@ -96,8 +99,8 @@ def run_slices(
     if checkpoint is not None:
         folders.check_slices(folder, checkpoint[0])
     n_slices = data.n_slices
-    progress(RUN, 0, n_slices + 1)
     check_all_candidates(data, progress)
+    progress(RUN, 0, n_slices + 1)
     world, warm_up_seconds = warmed_up(experiment, folder, data, progress)
     state, first = resume(folder, checkpoint, method, world)
     for index in range(first, data.n_slices + 1):
@@ -119,7 +122,7 @@ def run_slices(
         folder.log({"slice": index, "stage": "learn", **diagnostics})
         folders.save_slice(folder, index, tables, take_snapshot(state))
         progress(RUN, index + 1, n_slices + 1, f"slice {index} done")
-    if experiment.keep is not None and isinstance(method, Recommending):
+    if experiment.keep is not None:
         publish(folder, method, world, state, data, experiment.keep)
     folders.finish(folder, data.n_slices)
 
@@ -137,19 +140,12 @@ def warmed_up(experiment: Experiment, folder: RunFolder, data: SliceStream, prog
 
 def write_ahead(folder: RunFolder, method: Method[Any], world: World, state: Any, *, slices_ahead: int) -> None:
     """The ledger on disk, before what it lists leaves the devices; a repeated slice repeats the same releases."""
+    method, state = without_head(method, state)
     if isinstance(method, Releasing):
         ledger = method.releases(world, state, slices_ahead)
-        refuse_raw_counts(ledger, world.config)
+        if ledger:  # whatever method made it: no ε is stated for a run that ranks by raw counts besides
+            refuse_prior(world.config)
         folders.keep_ledger(folder, ledger, world.config.privacy.trust)
-
-
-def refuse_raw_counts(ledger: Ledger, config: RunConfig) -> None:
-    """Whatever method made the ledger: no ε is stated for a run that ranks by raw counts besides."""
-    if ledger and config.scoring.popularity_prior:
-        raise ConfigError(
-            "scoring.popularity_prior counts raw events and must be 0 in a private run, "
-            f"got {config.scoring.popularity_prior:g}"
-        )
 
 
 def check_all_candidates(data: SliceStream, progress: Progress = silent) -> None:

@@ -52,6 +52,7 @@ TRIALS_SCHEMA = pa.schema(
     ]
 )
 
+LATER = "head = false\n"
 Tried = Mapping[tuple[str, str], Mapping[str, str]]  # method, made_with -> a row of trials.csv
 
 
@@ -280,7 +281,8 @@ def note_of(folder: Path) -> Path:
 
 def digest(search: Tuning, config: RunConfig) -> str:
     """A name for everything a trial was run with."""
-    return hashlib.sha256(f"{search.fingerprint} {search.n_slices}\n{to_toml(config)}".encode()).hexdigest()[:16]
+    text = to_toml(config).replace(LATER, "")  # trials from before this setting are those with its default
+    return hashlib.sha256(f"{search.fingerprint} {search.n_slices}\n{text}".encode()).hexdigest()[:16]
 
 
 def known_outcome(search: Tuning, trial: Trial, out: Path) -> Outcome | None:

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from protofed.backbone.sasrec import SASRec, at_rest, grown
 from protofed.backbone.validation import exam_of, grade_exam
-from protofed.client.introductions import Introductions, Map, introductions, map_of
+from protofed.client.introductions import Map, introductions, make_item_upload, map_of
+from protofed.privacy.draws import Draws
 from protofed.privacy.mechanism import Noise, seeded_noise
 from protofed.seeds import stream
+from protofed.server.accept import accept_items
 from protofed.server.newcomers import fit_map, predict_rows, row_features, sum_introductions
 from protofed.slices.stream import TimeSlice
 
@@ -124,17 +126,20 @@ def without_base_row(public: SASRec, n_items: int) -> Bool[Tensor, " I"]:
 
 
 def release_introductions(
-    state: Newcomers, public: SASRec, slice_: TimeSlice, std: float, noise: Noise
-) -> tuple[Newcomers, SASRec, Introductions]:
-    """One release: the sums with this slice's in them, and the public backbone with a row for every newcomer."""
+    state: Newcomers, public: SASRec, slice_: TimeSlice, std: float, noise: Noise, draws: Draws
+) -> tuple[Newcomers, SASRec, int]:
+    """One release: sums with this slice's in them, the public backbone with a row for every newcomer, who was heard."""
     known = public.items.detach().cpu()[public.has_row.cpu()]
     on, wanted = map_of(known), without_base_row(public, slice_.n_train_items)
     said = introductions(slice_.past, slice_.train_positions, slice_.bounds[-1].train_end, public, on, wanted)
-    sums, exposures = sum_introductions(said, wanted, std, noise), wanted.long()
+    upload, _ = make_item_upload(said, torch.from_numpy(slice_.user_keys), draws, slice_.index)
+    width = said.values.shape[1]
+    accepted, _ = accept_items([upload], slice_index=slice_.index, n_items=len(wanted), width=width)
+    sums, exposures = sum_introductions(accepted, wanted, std, noise), wanted.long()
     sums[: len(state.sums)] += state.sums
     exposures[: len(state.exposures)] += state.exposures
     after = Newcomers(sums, exposures, state.maps)
-    return after, with_predicted_rows(public, after, wanted, on.mean), said
+    return after, with_predicted_rows(public, after, wanted, on.mean), len(accepted.users.unique())
 
 
 def with_predicted_rows(

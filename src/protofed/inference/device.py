@@ -50,7 +50,10 @@ def recommend(model: Model, device: DeviceState, n: int = 10, candidates: Int[Te
 
 def best_items(scores: Float[Tensor, " I"], n: int, candidates: Int[Tensor, " c"] | None = None) -> Ranking:
     """The n items of the highest scores, among all or among the candidates."""
-    among = torch.arange(len(scores), device=scores.device) if candidates is None else candidates.to(scores.device)
+    if candidates is None:
+        best = scores.topk(min(n, len(scores)))
+        return Ranking(best.indices, best.values)
+    among = candidates.to(scores.device)
     if len(among) and not (int(among.min()) >= 0 and int(among.max()) < len(scores)):
         raise DataError(
             f"candidates must be items 0 .. {len(scores) - 1}, got {int(among.min())} .. {int(among.max())}"

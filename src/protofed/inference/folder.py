@@ -3,7 +3,7 @@
 model.safetensors is written last: it is there if and only if the folder is a whole model. Tensors carry checksums.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -14,7 +14,8 @@ from protofed.client.model import Model, fingerprint
 from protofed.client.state import DeviceState, select
 from protofed.errors import DataError, RunFolderError, in_one_line
 from protofed.files import load_tensors, make_folder, save_tensors, write_text, written_atomically
-from protofed.inference.recommender import Catalogue, Recommender
+from protofed.inference.head import Head
+from protofed.inference.recommender import NOBODY, Bystanders, Catalogue, Recommender
 from protofed.privacy.ledger import read_ledger, write_ledger
 from protofed.privacy.upload import RoundRule
 from protofed.snapshot import Snapshot, restore, take_snapshot
@@ -31,31 +32,44 @@ class Shared:
     """What model.safetensors holds."""
 
     model: Model
-    rule: RoundRule
+    rule: RoundRule | None
     next_round: int
     next_slice: int
+    head: Head | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Users:
+    """What devices.safetensors holds."""
+
+    devices: DeviceState
+    bystanders: Bystanders
 
 
 def save(recommender: Recommender, path: Path | str, *, devices: bool = True) -> Path:
     """The folder written; without `devices` it holds nothing of any user."""
     folder = Path(path)
     make_folder(folder)
-    kept = recommender.devices if devices else select(recommender.devices, torch.zeros(0, dtype=torch.int64))
+    if not devices:
+        nobody = select(recommender.devices, torch.zeros(0, dtype=torch.int64))
+        recommender = replace(recommender, devices=nobody, bystanders=NOBODY)
     write_text(folder / SETTINGS, recommender.settings)
     write_ledger(folder / LEDGER, recommender.ledger, trust=recommender.trust)
     write_text(folder / CARD, recommender.card)
-    save_parts(recommender, kept, folder)
+    save_parts(recommender, folder)
     return folder
 
 
-def save_parts(recommender: Recommender, devices: DeviceState, folder: Path) -> None:
+def save_parts(recommender: Recommender, folder: Path) -> None:
     """What a run's folder lacks to be a model: items, devices and the model itself."""
     with written_atomically(folder / ITEMS) as unfinished:
         pq.write_table(recommender.catalogue.table, unfinished, compression="zstd")
-    snapshot = take_snapshot(devices)
+    snapshot = take_snapshot(Users(recommender.devices, recommender.bystanders))
     notes = {"format": FORMAT, "outline": snapshot.outline, "model": fingerprint(recommender.model)}
     save_tensors(folder / DEVICES, snapshot.tensors, notes)
-    shared = Shared(recommender.model, recommender.rule, recommender.next_round, recommender.next_slice)
+    shared = Shared(
+        recommender.model, recommender.rule, recommender.next_round, recommender.next_slice, recommender.head
+    )
     snapshot = take_snapshot(shared)
     notes = {"format": FORMAT, "outline": snapshot.outline, "name": recommender.name}
     save_tensors(folder / MODEL, snapshot.tensors, notes)
@@ -69,8 +83,8 @@ def load(path: Path | str, device: torch.device | str = "cpu") -> Recommender:
     if not isinstance(shared, Shared):
         raise RunFolderError(f"{folder / MODEL} holds no model; {RUN_AGAIN}")
     model = shared.model
-    devices, _, owner = _restored(folder / DEVICES, device)
-    if not isinstance(devices, DeviceState) or owner != fingerprint(model):
+    users, _, owner = _restored(folder / DEVICES, device)
+    if not isinstance(users, Users) or owner != fingerprint(model):
         raise RunFolderError(
             f"{folder / DEVICES} belongs to model {owner or 'none'}, not to {fingerprint(model)} beside it; {RUN_AGAIN}"
         )
@@ -84,8 +98,10 @@ def load(path: Path | str, device: torch.device | str = "cpu") -> Recommender:
         rule=shared.rule,
         next_round=shared.next_round,
         next_slice=shared.next_slice,
+        head=shared.head,
         catalogue=Catalogue(_items(folder / ITEMS, model.n_items)),
-        devices=devices,
+        devices=users.devices,
+        bystanders=users.bystanders,
         ledger=ledger,
         trust=trust,
         settings=_text(folder / SETTINGS),
@@ -104,8 +120,8 @@ def refuse_no_model(folder: Path) -> None:
     if not (folder / "metrics.parquet").is_file():
         raise RunFolderError(f"no model at {folder}: its run is not finished; give the same `protofed run` again")
     raise RunFolderError(
-        f"no model at {folder}: its run kept none (it was made by a bench, by an older version, or by a method that "
-        "does not recommend from devices); train into a new folder with `protofed run`"
+        f"no model at {folder}: its run kept none (made by a bench or an older version, or ranked by what no device "
+        "holds); train into a new folder with `protofed run`"
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 
 from protofed.backbone.injection import rescale_like
-from protofed.client.memory import Memory
+from protofed.client.memory import Memory, no_memory, select_events
 from protofed.client.model import Model
 from protofed.client.router import route
 from protofed.client.state import DeviceState, new_device, remember, select
@@ -20,6 +20,7 @@ from protofed.client.upload import Upload, make_upload
 from protofed.errors import DataError
 from protofed.inference import device as single
 from protofed.inference.answer import Ready, make_ready, score_next
+from protofed.inference.head import Head, with_head
 from protofed.inference.online import online_inference
 from protofed.privacy.draws import Draws, SystemDraws
 from protofed.privacy.ledger import Ledger, Trust
@@ -98,19 +99,32 @@ class Recommendation:
     why: Reason | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Bystanders:
+    """Users of the log whom training left out: their keys, and what they did among the model's items."""
+
+    users: Int[torch.Tensor, " U"]
+    memory: Memory
+
+
+NOBODY = Bystanders(torch.zeros(0, dtype=torch.int64), no_memory(0))
+
+
 @dataclass(frozen=True)
 class Recommender:
     """Everything a site holds of one trained model, and the devices of a simulated one."""
 
     name: str  # of the data it was trained on
     model: Model
-    rule: RoundRule  # how uploads are made
+    rule: RoundRule | None  # how uploads are made; None: nothing leaves a device
     next_round: int
     next_slice: int
     catalogue: Catalogue
     devices: DeviceState
+    bystanders: Bystanders = NOBODY
     ledger: Ledger = ()
     trust: Trust = "central"
+    head: Head | None = None  # what the user's own past adds on top
     settings: str = ""  # the run's config.toml
     card: str = ""  # README.md
 
@@ -134,20 +148,35 @@ class Recommender:
             events = self._events([item for item, inside in zip(history, known, strict=True) if inside], times, known)
             state = self._meet(remember(new_device(self.model, key), events), draws)
             return Device(self, state, draws, learned=0, unknown=unknown)
-        found = (self.devices.users == key).nonzero()[:, 0]
-        if user is None or not len(found):
+        left = None if user is None else self._remembered(key)
+        if left is None:
+            total = len(self.devices) + len(self.bystanders.users)
             raise DataError(
-                f"no device of a user {user!r} among the {len(self.devices):,} of {self.name}; "
+                f"no device of a user {user!r} among the {total:,} of {self.name}; "
                 "check the id, or give the user's history"
             )
-        state = self._meet(select(self.devices, found[:1].cpu()), draws)
+        state = self._meet(left, draws)
         return Device(self, state, draws, learned=len(state.memory.items))
+
+    def _remembered(self, key: int) -> DeviceState | None:
+        """What the user's device was left with; None where there was none."""
+        found = (self.devices.users.cpu() == key).nonzero()[:, 0]
+        if len(found):
+            return select(self.devices, found[:1])
+        beside = (self.bystanders.users == key).nonzero()[:, 0]
+        if not len(beside):
+            return None
+        return remember(new_device(self.model, key), select_events(self.bystanders.memory, beside[:1]))
 
     def score(self, state: DeviceState) -> Float[torch.Tensor, " I"]:
         """A score for every item as this device's next one."""
         if self._ready is not None:
-            return score_next(self._ready, state)
-        return online_inference(self.model, state, single.as_query(self.model, state))[0]
+            scores = score_next(self._ready, state)
+        else:
+            scores = online_inference(self.model, state, single.as_query(self.model, state))[0]
+        if self.head is None:
+            return scores
+        return with_head(self.head, scores[None], single.as_query(self.model, state))[0]
 
     @cached_property
     def _ready(self) -> Ready | None:
@@ -240,6 +269,8 @@ class Device:
         """
         number = self.recommender.next_round if round_ is None else round_
         rule = self.recommender.rule
+        if rule is None:
+            return None
         upload = make_upload(self.recommender.model, self.state, rule, self.draws, number)
         return None if rule.form == "points" and bool((upload.block == NOTHING).all()) else upload
 

@@ -12,6 +12,7 @@ from protofed.backbone.training import Descend
 from protofed.client.model import Model
 from protofed.client.state import DeviceState
 from protofed.config import RunConfig
+from protofed.inference.head import Head
 from protofed.privacy.ledger import Ledger
 from protofed.privacy.upload import RoundRule
 from protofed.progress import Progress, silent
@@ -72,8 +73,9 @@ class Published:
 
     model: Model
     devices: DeviceState
-    rule: RoundRule
+    rule: RoundRule | None  # None: nothing leaves a device
     next_round: int
+    head: Head | None = None
 
 
 @runtime_checkable

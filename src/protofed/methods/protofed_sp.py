@@ -40,6 +40,7 @@ from protofed.methods.protofed_rules import (
     streams_asked,
     uploads_happen,
 )
+from protofed.privacy.draws import SeededDraws
 from protofed.privacy.ledger import Ledger
 from protofed.privacy.mechanism import seeded_noise
 from protofed.privacy.upload import RoundRule, upload_bytes
@@ -242,10 +243,10 @@ def with_public_rows(
 def add_new_item_rows(world: World, state: ProtoFedState, slice_: TimeSlice) -> tuple[ProtoFedState, dict[str, Any]]:
     """The state with rows for all items after the base block, from the noised introductions of all slices so far."""
     noise = seeded_noise(stream(world.config.seed, "newcomer noise", slice_.index))
-    newcomers, backbone, said = release_introductions(
-        state.newcomers, world.backbone, slice_, state.newcomer_noise, noise
+    newcomers, backbone, heard = release_introductions(
+        state.newcomers, world.backbone, slice_, state.newcomer_noise, noise, SeededDraws(world.config.seed)
     )
-    told = {"introduced": int((newcomers.exposures > 0).sum()), "introducing_clients": len(said.users.unique())}
+    told = {"introduced": int((newcomers.exposures > 0).sum()), "introducing_clients": heard}
     return replace(state, newcomers=newcomers, backbone=backbone), told
 
 

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from protofed.client.introductions import Introductions, ItemUpload, clip_introductions
 from protofed.client.upload import Upload
 from protofed.privacy.upload import (
     FIELD_BITS,
@@ -72,6 +73,51 @@ def fault(upload: Upload, rule: RoundRule, round_: int, version: int) -> str | N
         return "tokens and index are not whole numbers, one of each for a device"
     if bool(((upload.block < NOTHING) | (upload.block >= k)).any()):
         return f"an index outside 0..{k - 1}"
+    return None
+
+
+def accept_items(
+    uploads: Iterable[ItemUpload], *, slice_index: int, n_items: int, width: int, radius: float = 1.0
+) -> tuple[Introductions, Mapping[str, int]]:
+    """What devices said of new items, clipped once more, and why some was refused; whose it is, nobody can tell."""
+    refused: Counter[str] = Counter()
+    seen, n = torch.zeros(0, dtype=torch.int64), 0
+    nothing = torch.zeros(0, dtype=torch.int64)
+    kept = [(nothing, nothing, torch.zeros(0, width))]
+    for upload in uploads:
+        reason = item_fault(upload, slice_index, n_items, width)
+        if reason:
+            refused[reason] += max(len(upload), 1)
+            continue
+        fresh = first_copies(upload.tokens, seen)
+        refused["sent twice"] += int((~fresh).sum())
+        seen = torch.cat([seen, upload.tokens[fresh]])
+        whose = torch.repeat_interleave(torch.arange(len(upload)), upload.counts)
+        finite = upload.values.isfinite().all(1)
+        heard = fresh & torch.ones_like(fresh).index_fill(0, whose[~finite], False)
+        refused["numbers that are not finite"] += int((fresh & ~heard).sum())
+        places, among = n + heard.cumsum(0) - 1, heard[whose]
+        kept.append((places[whose][among], upload.items[among], upload.values[among]))
+        n += int(heard.sum())
+    whose, items, values = (torch.cat(column) for column in zip(*kept, strict=True))
+    length = torch.zeros(n, dtype=torch.float64).index_add(0, whose, values.double().square().sum(-1)).sqrt()
+    clipped = torch.where((length > radius)[whose][:, None], clip_introductions(whose, values, radius), values)
+    return Introductions(whose, items, clipped), {why: count for why, count in refused.items() if count}
+
+
+def item_fault(upload: ItemUpload, slice_index: int, n_items: int, width: int) -> str | None:
+    """Why an upload of new items cannot be used; None where it can."""
+    if upload.slice_index != slice_index:
+        return f"of a slice that {'is over' if upload.slice_index < slice_index else 'has not begun'}"
+    numbers = (upload.tokens, upload.counts, upload.items)
+    if any(column.dtype != torch.int64 or column.dim() != 1 for column in numbers) or len(upload.counts) != len(upload):
+        return "tokens, counts and items are not whole numbers, a token and a count for each device"
+    if bool((upload.counts < 0).any()) or int(upload.counts.sum()) != len(upload.items):
+        return "counts that do not add up to the items"
+    if upload.values.dtype != torch.float32 or tuple(upload.values.shape) != (len(upload.items), width):
+        return f"values are not {width} numbers of 32 bits for each item"
+    if bool(((upload.items < 0) | (upload.items >= n_items)).any()):
+        return f"an item outside 0..{n_items - 1}"
     return None
 
 

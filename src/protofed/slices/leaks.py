@@ -26,6 +26,7 @@ class Evidence:
     newest_target: int | None = None  # log position of the newest event that gave a gradient
     item_rows: int | None = None  # items with a row of their own
     popularity: Int[Tensor, " n"] | None = None  # item counts the state scores with
+    head_target: int | None = None  # log position of the newest event that a head was fitted on
 
 
 def check_candidates(stream: SliceStream, asked: QuerySet) -> None:
@@ -52,7 +53,7 @@ def check_candidates(stream: SliceStream, asked: QuerySet) -> None:
 
 
 def check_evidence(stream: SliceStream, slice_index: int, evidence: Evidence) -> None:
-    """Nothing in the state of slice `slice_index` comes from later than its train cut."""
+    """Nothing in the state of slice `slice_index` comes from later than its train cut; a head, from the base block."""
     bounds = stream.bounds[slice_index]
     if evidence.slice_index > slice_index:
         raise LeakError(
@@ -69,6 +70,11 @@ def check_evidence(stream: SliceStream, slice_index: int, evidence: Evidence) ->
         raise LeakError(
             f"an item row that exists too early: {evidence.item_rows} rows at slice {slice_index}, where only "
             f"{stream.n_train_items(slice_index)} items have been seen up to the train cut"
+        )
+    if evidence.head_target is not None and evidence.head_target >= stream.bounds[0].val_end:
+        raise LeakError(
+            f"a head fitted after the base block: on an event at log position {evidence.head_target}, the base block's "
+            f"validation part ends at {stream.bounds[0].val_end}"
         )
     if evidence.popularity is not None:
         _check_popularity(stream, slice_index, evidence.popularity)

@@ -1,6 +1,6 @@
 """SliceStream: the log cut into slices, and exactly what may be seen of it at each of them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -37,6 +37,19 @@ class QuerySet:
 
     def __len__(self) -> int:
         return len(self.positions)
+
+
+def take_questions(asked: QuerySet, places: slice) -> QuerySet:
+    """Some of the questions, in their order."""
+    columns = ("positions", "positives", "users", "negatives", "hard")
+    subsets = {name: chosen[places] for name, chosen in asked.subsets.items()}
+    return replace(asked, subsets=subsets, **{name: getattr(asked, name)[places] for name in columns})
+
+
+def halves(asked: QuerySet) -> tuple[QuerySet, QuerySet]:
+    """The earlier and the later half of a part's questions."""
+    middle = len(asked) // 2
+    return take_questions(asked, slice(None, middle)), take_questions(asked, slice(middle, None))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """`protofed data import`: what it writes, says and refuses."""
 
 import json
+import random
 import shlex
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from protofed.cli.data import app
 from protofed.data import filters
-from protofed.data.interactions import from_columns
+from protofed.data.interactions import InteractionLog, from_columns
 from protofed.data.items import load_items
 from protofed.data.prepared import load_log, source_of
 from protofed.data.stats import counts, stats
@@ -160,12 +161,16 @@ def test_a_prepared_folder_is_not_imported_but_its_file_can_be():
     assert pq.read_table("data/again/interactions.parquet").equals(pq.read_table("data/shop/interactions.parquet"))
 
 
-def test_the_import_counts_as_slow_functions_do():
-    times = [START + n // 3 for n in range(60)]
-    users, items = [n % 4 for n in range(60)], [n * n % 3 for n in range(60)]
-    log = from_columns("toy", users, items, times)
-    rows = list(zip(users, items, times, strict=True))
-    assert int(filters.duplicates(log).sum()) == len(rows) - len(set(rows))
+def test_duplicates_are_counted_as_a_set_of_rows_counts_them(monkeypatch):
+    rng = random.Random(0)
+    rows = [(rng.randrange(4), rng.randrange(3), START + rng.randrange(9)) for _ in range(80)]
+    log = from_columns("toy", *zip(*rows, strict=True))
+    again = len(rows) - len(set(rows))
+    assert again > 10
+    assert filters.count_duplicates(log) == int(filters.duplicates(log).sum()) == again
+    monkeypatch.setattr(InteractionLog, "n_users", 2**40)
+    monkeypatch.setattr(InteractionLog, "n_items", 2**30)
+    assert filters.count_duplicates(log) == again  # no integer holds user, item and moment
 
 
 def test_every_import_of_the_documents_runs():

@@ -74,7 +74,7 @@ def test_a_flipped_bit_of_a_checkpoint_is_refused(tmp_path):
 
 def test_a_flipped_bit_of_a_kept_warm_up_is_refused(tmp_path):
     cached_warm_up(CONFIG, worlds.tiny_stream(), tmp_path, device=worlds.CPU)
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("warm-up-*")
     for place in flips(path, 150):
         with pytest.raises(RunFolderError, match="cannot be read"):
             pytest.fail(f"bit {place} gave {load_backbone(path, CONFIG, worlds.CPU)}")
@@ -82,7 +82,7 @@ def test_a_flipped_bit_of_a_kept_warm_up_is_refused(tmp_path):
 
 def test_a_damaged_warm_up_is_trained_again_and_that_is_told(tmp_path, caplog):
     model, _ = cached_warm_up(CONFIG, worlds.tiny_stream(), tmp_path, device=worlds.CPU)
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("warm-up-*")
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     again, _ = cached_warm_up(CONFIG, worlds.tiny_stream(), tmp_path, device=worlds.CPU)
@@ -93,7 +93,7 @@ def test_a_damaged_warm_up_is_trained_again_and_that_is_told(tmp_path, caplog):
 
 def test_a_kept_warm_up_with_nan_in_it_is_trained_again(tmp_path):
     cached_warm_up(CONFIG, worlds.tiny_stream(), tmp_path, device=worlds.CPU)
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("warm-up-*")
     weights = load_file(path)
     weights["items"][3] = float("nan")
     with safe_open(path, "pt") as file:

@@ -18,6 +18,7 @@ from protofed.backbone.one_query import embed_history, last_state, lay_out, scor
 from protofed.client.memory import Memory
 from protofed.client.model import VARIANTS
 from protofed.client.state import select
+from protofed.config import override
 from protofed.data.interactions import from_columns
 from protofed.errors import DataError, RunFolderError
 from protofed.experiments.folder import RunFolder, load_checkpoint
@@ -29,6 +30,7 @@ from protofed.inference import device as single
 from protofed.inference.answer import make_ready, score_next
 from protofed.inference.folder import DEVICES, ITEMS, MODEL
 from protofed.inference.online import online_inference
+from protofed.methods.catalogue import method_named
 from protofed.methods.protocol import World
 from protofed.methods.protofed_sp import ProtoFedSP
 from protofed.privacy.draws import SeededDraws
@@ -143,7 +145,7 @@ def test_a_model_that_was_saved_and_loaded_answers_alike_and_needs_nobody(tmp_pa
         model().settings, model().card, model().ledger, model().trust,
     )  # fmt: skip
     bare = protofed.load(protofed.save(model(), tmp_path / "bare", devices=False))
-    assert len(bare.devices) == 0
+    assert len(bare.devices) == len(bare.bystanders.users) == len(bare.bystanders.memory.items) == 0
     assert RARE not in (tmp_path / "bare" / "README.md").read_text()
     with pytest.raises(DataError, match="no device of a user 'user-1' among the 0 of synthetic"):
         bare.device("user-1")
@@ -351,6 +353,38 @@ def test_a_finished_run_keeps_its_model_as_it_is(tmp_path):
 
 
 def test_a_bench_keeps_no_model(tmp_path):
-    config = tiny_config(method="popularity", training__base_epochs=1)
+    config = tiny_config(method="frozen", training__base_epochs=1)
     Experiment(config, tiny_log(), tmp_path / "cache", CPU).run(tmp_path / "run")
     assert not (tmp_path / "run" / MODEL).exists()
+
+
+@pytest.mark.parametrize("name", ["frozen", "prompt-tuning"])
+def test_a_method_that_is_a_backbone_alone_recommends_as_it_ranked(tmp_path, name):
+    entry, data = method_named(name), tiny_stream()
+    config = override(tiny_config(method=name), {"training.base_epochs": 1, **entry.settings})
+    Experiment(config, tiny_log(), tmp_path / "cache", CPU, keep=Surroundings()).run(tmp_path / "run")
+    loaded = protofed.load(tmp_path / "run")
+    state = restore(load_checkpoint(RunFolder(tmp_path / "run"))[1])
+    asked = data.query_set(2, "test")
+    queries = data.queries(asked, np.arange(len(asked)), LENGTH)
+    expected = entry.method.score(World(config, data.slice_(0), state.backbone), state, queries)
+    for row in range(0, len(queries), 40):
+        user, past = int(queries.users[row]), int(queries.offsets.diff()[row])
+        device = loaded.device(tiny_log().user_ids[user].as_py())
+        memory = device.state.memory
+        shorter = replace(
+            device.state, memory=Memory(torch.tensor([0, past]), memory.items[:past], memory.times[:past])
+        )
+        torch.testing.assert_close(loaded.score(shorter)[: asked.n_items], expected[row], atol=1e-4, rtol=1e-4)
+    device.feedback(loaded.catalogue.item(3))
+    device.learn()
+    assert device.upload() is None  # there is no rule by which anything would leave
+
+
+@pytest.mark.parametrize("name", ["personal-memory", "popularity"])
+def test_what_no_device_could_answer_is_not_kept(tmp_path, name):
+    entry = method_named(name)
+    config = override(tiny_config(method=name), {"training.base_epochs": 1, **entry.settings})
+    Experiment(config, tiny_log(), tmp_path / "cache", CPU, keep=Surroundings()).run(tmp_path / "run")
+    with pytest.raises(RunFolderError, match=r"its run kept none .* or ranked by what no device holds"):
+        protofed.load(tmp_path / "run")

@@ -1,12 +1,16 @@
 """Rows from noised introductions: sums by a loop, noise everywhere, a regression that an obvious one confirms."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import Generator
 
-from protofed.client.introductions import Introductions
+from protofed.client.introductions import Introductions, ItemUpload, clip_introductions, make_item_upload
+from protofed.privacy.draws import SeededDraws
 from protofed.privacy.mechanism import os_noise, seeded_noise
+from protofed.server.accept import accept_items
 from protofed.server.newcomers import RIDGE, fit_map, predict_rows, row_features, sum_introductions
 
 RNG = Generator().manual_seed(0)
@@ -69,3 +73,99 @@ def test_each_item_is_told_by_the_map_for_its_number_of_sums():
         rows, row_features(sums), (0, 1, 2, 2, 2), strict=True
     ):  # more sums than maps: the last one
         assert torch.allclose(row, mean + seen @ maps[times], atol=1e-5)
+
+
+KEYS = torch.arange(40) * 977 + 5
+WIDTH = 4
+
+
+def told_by(users: list[int], seed: int = 0) -> Introductions:
+    """Each of these users speaks of three items, within the radius."""
+    rng = Generator().manual_seed(seed)
+    whose = torch.tensor(users).repeat_interleave(3)
+    items = torch.cat([torch.randperm(12, generator=rng)[:3].sort().values for _ in users])
+    values = clip_introductions(whose, torch.randn(len(whose), WIDTH, generator=rng), 1.0)
+    return Introductions(whose, items, values)
+
+
+def arrive(*uploads: ItemUpload) -> tuple[Introductions, dict[str, int]]:
+    accepted, refused = accept_items(uploads, slice_index=2, n_items=12, width=WIDTH)
+    return accepted, dict(refused)
+
+
+def test_what_honest_devices_say_arrives_as_it_was_and_without_names():
+    said = told_by([3, 7, 8, 30])
+    upload, users = make_item_upload(said, KEYS, SeededDraws(1), 2)
+    assert users.tolist() == [3, 7, 8, 30]
+    assert upload.counts.tolist() == [3] * 4
+    accepted, refused = arrive(upload)
+    assert refused == {}
+    assert accepted.users.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert torch.equal(accepted.items, said.items)
+    assert torch.equal(accepted.values, said.values)
+    in_two, _ = arrive(*(make_item_upload(told, KEYS, SeededDraws(1), 2)[0] for told in split(said, 7)))
+    assert all(torch.equal(getattr(in_two, name), getattr(accepted, name)) for name in ("users", "items", "values"))
+
+
+def split(said: Introductions, user: int) -> list[Introductions]:
+    first = said.users <= user
+    return [Introductions(said.users[at], said.items[at], said.values[at]) for at in (first, ~first)]
+
+
+def test_tokens_of_new_items_are_those_of_no_round_of_the_prototypes():
+    upload, users = make_item_upload(told_by([3, 7]), KEYS, SeededDraws(1), 2)
+    rounds = [SeededDraws(1).tokens(KEYS[users], round_) for round_ in range(200)]
+    assert not torch.isin(upload.tokens, torch.cat(rounds)).any()
+
+
+def test_a_second_copy_counts_once_and_one_that_is_too_long_is_clipped_again():
+    upload, _ = make_item_upload(told_by([3, 7]), KEYS, SeededDraws(1), 2)
+    accepted, refused = arrive(upload, upload)
+    assert refused == {"sent twice": 2}
+    assert len(accepted.items) == 6
+    accepted, refused = arrive(replace(upload, values=100 * upload.values))
+    lengths = torch.zeros(2).index_add(0, accepted.users, accepted.values.square().sum(1)).sqrt()
+    assert refused == {}
+    assert (lengths <= 1).all()
+    assert (lengths > 0.999).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_one_number_that_is_none_silences_its_device_alone(value):
+    upload, _ = make_item_upload(told_by([3, 7, 9]), KEYS, SeededDraws(1), 2)
+    values = upload.values.clone()
+    values[4, 1] = value
+    accepted, refused = arrive(replace(upload, values=values))
+    assert refused == {"numbers that are not finite": 1}
+    assert accepted.users.tolist() == [0, 0, 0, 1, 1, 1]
+    assert torch.equal(accepted.items, upload.items[[0, 1, 2, 6, 7, 8]])
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda u: {"slice_index": 1}, "of a slice that is over"),
+        (lambda u: {"slice_index": 3}, "of a slice that has not begun"),
+        (lambda u: {"values": u.values[:, :2]}, "values are not 4 numbers of 32 bits for each item"),
+        (lambda u: {"values": u.values.double()}, "values are not 4 numbers of 32 bits for each item"),
+        (lambda u: {"items": u.items + 12}, "an item outside 0..11"),
+        (lambda u: {"items": -u.items - 1}, "an item outside 0..11"),
+        (lambda u: {"counts": u.counts + 1}, "counts that do not add up to the items"),
+        (lambda u: {"counts": u.counts * torch.tensor([-1, 3])}, "counts that do not add up to the items"),
+        (lambda u: {"tokens": u.tokens.float()}, "tokens, counts and items are not whole numbers"),
+        (lambda u: {"tokens": u.tokens[:1]}, "tokens, counts and items are not whole numbers"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_with_a_reason_and_the_rest_is_heard(change, why):
+    upload, _ = make_item_upload(told_by([3, 7]), KEYS, SeededDraws(1), 2)
+    other, _ = make_item_upload(told_by([9], seed=4), KEYS, SeededDraws(1), 2)
+    accepted, refused = arrive(replace(upload, **change(upload)), other)
+    ((reason, n),) = refused.items()
+    assert reason.startswith(why)
+    assert n >= 1
+    assert torch.equal(accepted.values, other.values)
+
+
+def test_nobody_says_nothing():
+    accepted, refused = arrive()
+    assert (len(accepted.users), accepted.values.shape, refused) == (0, (0, WIDTH), {})
