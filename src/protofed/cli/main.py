@@ -60,7 +60,7 @@ def about(
 ) -> None: ...
 
 
-app.add_typer(data_commands.app, name="data", help="List, prepare and measure interaction logs.")
+app.add_typer(data_commands.app, name="data", help="Import, prepare, list and count logs.")
 app.command()(run)
 app.command()(recommend)
 app.command()(bench)
