@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protofed.methods.catalogue import private_by_itself
-from protofed.report.layout import MISSING, Cell, Column, Line, Table, to_csv
+from protofed.report.layout import MISSING, Cell, Column, Line, Table
 from protofed.report.runs import Run, Unfinished
 from protofed.report.sections import alike, by_stream
 
@@ -60,21 +60,7 @@ def held_table(cells: Sequence[Held]) -> Table:
         Column("privacy", "", "whether the settings ask for noise", **words),
         Column("variant", "", "standard: everything may learn; peft: a frozen backbone with small modules", **words),
     )
-    header = ["dataset", "method", "privacy", "variant", "finished", "unfinished", "finished_seeds", "unfinished_seeds"]
-    tidy = [
-        (
-            c.dataset,
-            c.method,
-            c.privacy,
-            c.variant,
-            len(c.finished),
-            len(c.unfinished),
-            _list(c.finished, " "),
-            _list(c.unfinished, " "),
-        )
-        for c in cells
-    ]
-    return Table("coverage", "", columns, tuple(lines), csv=to_csv(header, tidy))
+    return Table("coverage", "", columns, tuple(lines))
 
 
 def _seeds(cell: Held | None) -> Cell:

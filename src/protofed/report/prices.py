@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from protofed.errors import MissingExtra
 from protofed.privacy.accountant import Adversary, adjacency, epsilon, rounded_up
 from protofed.privacy.ledger import Ledger, Trust
-from protofed.report.layout import MISSING, Cell, Column, Line, Table, to_csv
+from protofed.report.layout import MISSING, Cell, Column, Line, Table
 from protofed.report.runs import Run
 from protofed.report.sections import Section
 
@@ -98,12 +98,7 @@ def privacy_table(prices: Sequence[tuple[str, str, Price]]) -> Table | None:
         Column("neighbouring logs", ranked=False, text=True),
         Column("releases", ranked=False, text=True),
     )
-    tidy = [
-        (title, label, p.released, p.server, p.delta, p.trust, adjacency(p.trust), inputs(p.ledger))
-        for title, label, p in prices
-    ]
-    header = ["dataset", "method", "epsilon_release", "epsilon_server", "delta", "trust", "adjacency", "releases"]
-    return Table("prices", "", columns, lines, csv=to_csv(header, tidy), corner="private row")
+    return Table("prices", "", columns, lines, corner="private row")
 
 
 def _price_cells(found: Price) -> tuple[Cell, ...]:
