@@ -12,9 +12,8 @@ from jaxtyping import Bool, Float
 from protofed.evaluation.significance import mean_and_std
 from protofed.methods.catalogue import METHODS
 from protofed.methods.names import OURS
-from protofed.report.held import NOISED, privacy_of
 from protofed.report.layout import Drawing
-from protofed.report.sections import Row
+from protofed.report.sections import Row, is_noised
 from protofed.report.tables import MAIN, Results, key_of
 from protofed.report.variants import side_rows
 
@@ -54,8 +53,9 @@ def colour_of(method: str) -> str:
 def look_of(row: Row) -> Look:
     """The method's colour; dashed with noise, dotted where small modules learn and all else is frozen."""
     config = row.runs[0].config
-    noised = privacy_of(config) == NOISED
-    return Look(colour_of(row.method), DASHED if noised else DOTTED if config.get("variant") == "peft" else "")
+    return Look(
+        colour_of(row.method), DASHED if is_noised(config) else DOTTED if config.get("variant") == "peft" else ""
+    )
 
 
 def leading_rows(found: Results) -> tuple[str, ...]:

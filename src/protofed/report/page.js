@@ -355,11 +355,8 @@
       count.textContent = `${n} of at most ${MOST_DRAWN} rows`;
       done.disabled = !n;
     }
-    dialog.append(
-      count,
-      element("div", { class: "choices" }, ...rows.map((label, i) => element("label", null, boxes[i], " " + label))),
-      element("p", null, done),
-    );
+    const labels = rows.map((label, i) => element("label", null, boxes[i], " " + label));
+    dialog.append(element("div", { class: "head" }, count, done), element("div", { class: "choices" }, ...labels));
     dialog.addEventListener("close", () => {
       const picked = rows.filter((_, i) => boxes[i].checked);
       dialog.remove();

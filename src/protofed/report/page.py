@@ -22,7 +22,6 @@ from protofed.report.costs import device_memory, efficiency, equal_bytes
 from protofed.report.coverage import Coverage, coverage, coverage_table
 from protofed.report.disparity import OF_EVENTS, fairness
 from protofed.report.embed import figure_values, table_values, to_json
-from protofed.report.held import Held, held_table, list_cells
 from protofed.report.layout import Drawing, Missing, Part, Table
 from protofed.report.overall import equal_epsilon, headline_with_costs
 from protofed.report.plasticity import adaptation, frontier_part
@@ -39,14 +38,6 @@ MAPS = (
 )
 APART = "An interval that excludes zero says that the best row is ahead on these users, and nothing about other data."
 SCRIPTS = ("vendor/d3.min.js", "vendor/plot.min.js", "page.js")
-
-
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """Which cells have runs, and where the cells of a grid stand if one was given."""
-
-    held: tuple[Held, ...]
-    of_grid: Coverage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +68,8 @@ def build(runs_folder: Path, wanted: Sequence[GridCell] = ()) -> tuple[str, dict
     results = [compute(section) for section in group(runs)]
     warned = cautions(results, unfinished)
     chapters = [_chapter(found) for found in results]
-    filled = Filled(list_cells(runs, unfinished), coverage(wanted, runs, unfinished) if wanted else None)
-    return render(chapters, warned, unfinished, filled), summary(results, warned, unfinished)
+    of_grid = coverage(wanted, runs, unfinished) if wanted else None
+    return render(chapters, warned, unfinished, of_grid), summary(results, warned, unfinished)
 
 
 def write(page: str, out: Path) -> None:
@@ -115,7 +106,9 @@ def summary(results: Sequence[Results], warned: Sequence[str], unfinished: Seque
     }
 
 
-def render(chapters: Sequence[Chapter], warned: Sequence[str], unfinished: Sequence[Unfinished], filled: Filled) -> str:
+def render(
+    chapters: Sequence[Chapter], warned: Sequence[str], unfinished: Sequence[Unfinished], of_grid: Coverage | None
+) -> str:
     """The HTML text."""
     try:
         from jinja2 import Environment, StrictUndefined
@@ -127,8 +120,8 @@ def render(chapters: Sequence[Chapter], warned: Sequence[str], unfinished: Seque
     results = [chapter.results for chapter in chapters]
     sections = [found.section for found in results]
     prices = [(found.section.title, label, price) for found in results for label, price in found.prices.items()]
-    tables = [opening.overview(results), held_table(filled.held), provenance.settings_table(sections)]
-    tables += [coverage_table(filled.of_grid)] if filled.of_grid else []
+    tables = [opening.overview(results), provenance.settings_table(sections)]
+    tables += [coverage_table(of_grid)] if of_grid else []
     tables += [table] if (table := privacy_table(prices)) else []
     return environment.from_string(_file("page.html")).render(
         chapters=chapters,
@@ -143,8 +136,8 @@ def render(chapters: Sequence[Chapter], warned: Sequence[str], unfinished: Seque
         rows=sorted({row.label for section in sections for row in section.rows}),
         seeds=sorted({seed for section in sections for row in section.rows for seed in row.seeds}),
         widths=provenance.widths(sections),
-        lacking=[(cell.folder, state) for cell, state in filled.of_grid.lacking] if filled.of_grid else [],
-        of_grid=filled.of_grid,
+        lacking=[(cell.folder, state) for cell, state in of_grid.lacking] if of_grid else [],
+        of_grid=of_grid,
         claim=provenance.claim_of(run for section in sections for row in section.rows for run in row.runs),
         environments=provenance.environments(sections),
         commands=provenance.commands(sections),

@@ -16,7 +16,7 @@ from run_folders import write_run
 from scipy.stats import norm
 
 from protofed.errors import MissingExtra
-from protofed.report import export
+from protofed.report import prices
 from protofed.report.export import Sheet, _md, _tex_table, overall, to_latex, to_markdown, to_tidy_csv
 from protofed.report.layout import Cell, Column, Estimate, to_csv
 from protofed.report.runs import find_runs
@@ -98,8 +98,9 @@ def test_without_the_library_that_prices_it_epsilon_is_a_dash_beside_its_inputs(
     def missing(*_, **__):
         raise MissingExtra("dp-accounting")
 
-    monkeypatch.setattr(export, "epsilon", missing)
-    assert "| fedavg: prototypes | 1 | 1 | 2 | 2 | 1e-05 | – | central |" in to_markdown(results, [])
+    monkeypatch.setattr(prices, "epsilon", missing)
+    unpriced = [compute(found.section) for found in results]
+    assert "| fedavg: prototypes | 1 | 1 | 2 | 2 | 1e-05 | – | central |" in to_markdown(unpriced, [])
 
 
 def test_seeds_that_released_different_things_have_a_line_each(tmp_path):
