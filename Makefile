@@ -2,7 +2,7 @@
 # make test   set everything up, check style and types, run all tests but the long ones
 # make test-long   tens of thousands of random cases and all committed reports made again, on top of `make test`
 # make docs   build the documentation into build/site
-# make report rebuild the reports of docs/ (report, more_logs, paper_size, sensitivity) and its tables from the committed runs
+# make report rebuild docs/report.html and the tables of docs/ from the committed runs; the other reports go to build/
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= cpu
@@ -34,13 +34,14 @@ docs: $(READY)
 	@echo "wrote build/site: open build/site/index.html"
 
 report: $(READY)
+	@mkdir -p build
 	$(BIN)/python -m protofed.cli.main report results/pack -o docs/report.html --grid experiments/overall.toml --grid experiments/overall-tier2.toml --tuned results/tune --tuned results/tune/yelp
 	$(BIN)/python -m protofed.cli.main report results/pack -o results/overall.csv
-	$(BIN)/python -m protofed.cli.main report results/more -o docs/more_logs.html --grid experiments/overall-tier3.toml --tuned results/tune/yelp
+	$(BIN)/python -m protofed.cli.main report results/more -o build/more_logs.html --grid experiments/overall-tier3.toml --tuned results/tune/yelp
 	$(BIN)/python -m protofed.cli.main report results/more -o results/more.csv
-	$(BIN)/python -m protofed.cli.main report results/paper_size -o docs/paper_size.html --grid experiments/overall-paper-size.toml --tuned results/tune --tuned results/tune/yelp
+	$(BIN)/python -m protofed.cli.main report results/paper_size -o build/paper_size.html --grid experiments/overall-paper-size.toml --tuned results/tune --tuned results/tune/yelp
 	$(BIN)/python -m protofed.cli.main report results/paper_size -o results/paper_size.csv
-	$(BIN)/python -m protofed.cli.main report results/sensitivity -o docs/sensitivity.html
+	$(BIN)/python -m protofed.cli.main report results/sensitivity -o build/sensitivity.html
 	$(BIN)/python scripts/results_page.py
 	$(BIN)/python scripts/method_pages.py
 

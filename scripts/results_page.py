@@ -1,10 +1,16 @@
 """The tables of docs/results.md, docs/more_logs.md and docs/paper_size.md, rewritten in place from the committed runs.
 
+A page shows the rows of a table that a reader asks about first; results/tables has every table with more rows whole.
+
 python scripts/results_page.py            # `make report` does it after the exports
 """
 
+import csv
+import io
+import re
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -48,7 +54,34 @@ SHARED_PROMPT = (  # methods whose PEFT variant has rows
 LIBRARY_SIZE = {"prompt-tuning": "", "prefix-tuning": "-prefix", "adapters": "-adapters", "dual-lora": "-lora"}
 REWARMED = ("full-retrain", "personal-memory", "si", "finetune-last", "frozen")  # and ProtoFed-SP
 
-Table = tuple[str, Callable[[], list[str]]]  # how its head begins, and its lines
+MOST_ROWS = 10  # of a table on a page
+# Rows that are shown before others.
+ASKED = (
+    WITHOUT_NOISE,
+    OURS,
+    "personal-memory",
+    "full-retrain",
+    "fedrap",
+    "frozen",
+    "popularity",
+)
+ACCURACY = ("sampled, all", "sampled, novel", "sampled, repeat", "full, all", "full, novel", "HR@10, sampled, all")
+COSTS = (
+    *("95 %, NDCG@10", "95 %, HR@10", "AF", "BWT", "bytes up", "bytes down"),
+    *("shared", "per user", "learn, s"),
+)
+LEFT_OUT = ("seeds", *ACCURACY)
+GAPS = ("sampled, all", "sampled, novel", "full, all", "full, novel")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table by how its head begins, what makes its lines, and how many of them its page shows."""
+
+    title: str
+    lines: Callable[[], list[str]]
+    most: int = MOST_ROWS
+    columns: tuple[str, ...] = ()  # those of the page's own head, where it says nothing else
 
 
 def without_claim(label: str) -> bool:
@@ -62,10 +95,16 @@ def parts() -> dict[str, str]:
     return {f"protofed-sp/{name}": name for name in ("default", *(variant["name"] for variant in asked["variant"]))}
 
 
-def overall(dataset: str, pack: Path, export: Path) -> Iterator[Table]:
+def overall(dataset: str, pack: Path, export: Path, most: int = MOST_ROWS, costs: int = 0) -> Iterator[Table]:
     """Accuracy and costs of every method."""
-    yield f"{dataset}, every method", partial(accuracy_lines, dataset, pack)
-    yield f"{dataset}, forgetting and costs", partial(cost_lines, dataset, pack, export)
+    yield Table(f"{dataset}, every method", partial(accuracy_lines, dataset, pack), most, ACCURACY)
+    yield Table(f"{dataset}, forgetting and costs", partial(cost_lines, dataset, pack, export), costs, COSTS)
+
+
+def gaps(dataset: str, pack: Path, most: int) -> Table:
+    """The row without noise minus every row without a claim."""
+    lines = partial(gap_lines, dataset, pack, WITHOUT_NOISE, without_claim)
+    return Table(f"{dataset}, {WITHOUT_NOISE} minus", lines, most, GAPS)
 
 
 def with_a_shared_prompt() -> list[Change]:
@@ -107,61 +146,107 @@ def tables_of_results() -> Iterator[Table]:
     """Those of docs/results.md."""
     pack, export = RESULTS / "pack", RESULTS / "overall.csv"
     for dataset in SEARCHED:
-        yield from overall(dataset, pack, export)
-        yield f"{dataset}, {OURS} minus", partial(gap_lines, dataset, pack)
-    for dataset in ("gowalla_1k", "taobao"):
-        yield f"{dataset}, left out", partial(cell_lines, dataset, pack, parts())
-    yield "all weights → a shared prompt", partial(change_lines, with_a_shared_prompt())
-    yield "usual size → the library's", partial(change_lines, at_library_size())
-    yield "gowalla_1k, noise multiplier", partial(noise_lines, "gowalla_1k", export)
-    yield "gowalla_1k, setting", partial(sweep_lines, "gowalla_1k", RESULTS / "sensitivity")
+        yield from overall(dataset, pack, export, most=8, costs=5 if dataset == "gowalla_1k" else 0)
+        yield Table(f"{dataset}, {OURS} minus", partial(gap_lines, dataset, pack), 5, GAPS)
+    yield Table("gowalla_1k, left out", partial(cell_lines, "gowalla_1k", pack, parts()))
+    yield Table("taobao, left out", partial(cell_lines, "taobao", pack, parts()), 0, LEFT_OUT)
+    yield Table("all weights → a shared prompt", partial(change_lines, with_a_shared_prompt()), 5)
+    yield Table("usual size → the library's", partial(change_lines, at_library_size()))
+    yield Table("gowalla_1k, noise multiplier", partial(noise_lines, "gowalla_1k", export))
+    yield Table("gowalla_1k, setting", partial(sweep_lines, "gowalla_1k", RESULTS / "sensitivity"), 5)
 
 
 def tables_of_more_logs() -> Iterator[Table]:
     """Those of docs/more_logs.md: no row there is at the private one's price, so the one without noise is compared."""
     pack, export = RESULTS / "more", RESULTS / "more.csv"
-    yield "six logs", partial(glance_lines, MORE, pack)
+    yield Table("six logs", partial(glance_lines, MORE, pack))
     for dataset in SHORT_EPOCHS:
-        yield f"{dataset}, patience", partial(patience_lines, dataset, pack, RESULTS / "patience")
-    yield "movielens, noise multiplier", partial(noise_lines, "movielens", export)
-    yield "movielens, left out", partial(cell_lines, "movielens", RESULTS / "ablations", parts())
-    yield "as it was → met at once", partial(change_lines, met_at_once())
+        yield Table(f"{dataset}, patience", partial(patience_lines, dataset, pack, RESULTS / "patience"), 5)
+    yield Table("movielens, noise multiplier", partial(noise_lines, "movielens", export))
+    yield Table("movielens, left out", partial(cell_lines, "movielens", RESULTS / "ablations", parts()), 5)
+    yield Table("as it was → met at once", partial(change_lines, met_at_once()), 7)
     for dataset in MET_AT_ONCE:
-        yield f"{dataset}, met at once", partial(cell_lines, dataset, RESULTS / "at_once", AT_ONCE)
+        yield Table(f"{dataset}, met at once", partial(cell_lines, dataset, RESULTS / "at_once", AT_ONCE))
     for dataset in MORE:
-        yield from overall(dataset, pack, export)
-        yield f"{dataset}, {WITHOUT_NOISE} minus", partial(gap_lines, dataset, pack, WITHOUT_NOISE, without_claim)
+        yield from overall(dataset, pack, export, most=6)
+        yield gaps(dataset, pack, 0)
 
 
 def tables_of_paper_size() -> Iterator[Table]:
     """Those of docs/paper_size.md."""
     pack, export = RESULTS / "paper_size", RESULTS / "paper_size.csv"
-    yield "d = 64 → 256", partial(width_lines, SEARCHED, RESULTS / "pack", pack)
-    yield "warm-up, d = 64 → 256", partial(warm_up_lines, SEARCHED, RESULTS / "pack", pack)
+    yield Table("d = 64 → 256", partial(width_lines, SEARCHED, RESULTS / "pack", pack))
+    yield Table("warm-up, d = 64 → 256", partial(warm_up_lines, SEARCHED, RESULTS / "pack", pack))
     searched = ("gowalla_1k", "yelp", "amazon_beauty")
-    yield "warm-up at d = 256", partial(searched_lines, searched, (pack, RESULTS / "warm_up"))
-    yield "searched at d = 256", partial(change_lines, rewarmed())
+    yield Table("warm-up at d = 256", partial(searched_lines, searched, (pack, RESULTS / "warm_up")))
+    yield Table("searched at d = 256", partial(change_lines, rewarmed()))
     for dataset in SEARCHED:
-        yield from overall(dataset, pack, export)
-        yield f"{dataset}, {WITHOUT_NOISE} minus", partial(gap_lines, dataset, pack, WITHOUT_NOISE, without_claim)
+        yield from overall(dataset, pack, export, most=8)
+        yield gaps(dataset, pack, 5)
 
 
 PAGES = {"results.md": tables_of_results, "more_logs.md": tables_of_more_logs, "paper_size.md": tables_of_paper_size}
 
 
-def rewritten(name: str) -> str:
-    """The page with its tables made anew."""
+def rewritten(name: str) -> tuple[str, dict[str, str]]:
+    """The page with its tables made anew, and each table that has more rows than are shown, as CSV by its file."""
     page = (DOCS / name).read_text(encoding="utf-8")
-    for title, lines in PAGES[name]():
-        before, head, rest = page.partition(f"| {title} |")
-        if not head:
-            raise SystemExit(f"docs/{name} has no table that begins with | {title} |")
-        old, _, after = rest.partition("\n\n")
-        top = old.splitlines()[:2]  # what is left of the head, and the rule below it
-        page = "\n".join([before + head + top[0], top[1], *lines()]) + "\n\n" + after
-    return page
+    whole: dict[str, str] = {}
+    for table in PAGES[name]():
+        lines, head = table.lines(), heading(table, page)
+        if len(lines) > table.most:
+            whole[file_of(name, table.title)] = to_csv([head, *lines])
+        if table.most:
+            page = with_lines(page, table.title, leading(lines, table.most), name)
+    return page, whole
+
+
+def heading(table: Table, page: str) -> str:
+    """The line of Markdown above a table's rows."""
+    if table.columns:
+        return f"| {table.title} | {' | '.join(table.columns)} |"
+    _, head, rest = page.partition(f"| {table.title} |")
+    return head + rest.partition("\n")[0]
+
+
+def with_lines(page: str, title: str, lines: list[str], name: str) -> str:
+    """The page with the rows of one table."""
+    before, head, rest = page.partition(f"| {title} |")
+    if not head:
+        raise SystemExit(f"docs/{name} has no table that begins with | {title} |")
+    old, _, after = rest.partition("\n\n")
+    top = old.splitlines()[:2]  # what is left of the head, and the rule below it
+    return "\n".join([before + head + top[0], top[1], *lines]) + "\n\n" + after
+
+
+def leading(lines: list[str], most: int) -> list[str]:
+    """The best row, those that are asked about and the next best ones, in their order."""
+    labels = [cells_of(line)[0] for line in lines]
+    asked = [lines[labels.index(label)] for label in ASKED if label in labels]
+    chosen = list(dict.fromkeys([*lines[:1], *asked, *lines]))[:most]
+    return [line for line in lines if line in chosen]
+
+
+def cells_of(line: str) -> list[str]:
+    """The cells of a line of Markdown, without what makes them bold."""
+    return [cell.strip().replace("**", "") for cell in line.strip("|").split(" | ")]
+
+
+def to_csv(lines: list[str]) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerows(map(cells_of, lines))
+    return buffer.getvalue()
+
+
+def file_of(name: str, title: str) -> str:
+    """Where a table is whole, below results/tables."""
+    return f"{name.removesuffix('.md')}/{re.sub(r'[^a-z0-9_]+', '-', title.lower()).strip('-')}.csv"
 
 
 if __name__ == "__main__":
     for name in PAGES:
-        (DOCS / name).write_text(rewritten(name), encoding="utf-8")
+        page, whole = rewritten(name)
+        (DOCS / name).write_text(page, encoding="utf-8")
+        for file, text in whole.items():
+            (RESULTS / "tables" / file).parent.mkdir(parents=True, exist_ok=True)
+            (RESULTS / "tables" / file).write_text(text, encoding="utf-8")

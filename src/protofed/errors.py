@@ -16,7 +16,7 @@ import os
 from importlib.util import find_spec
 
 EXTRAS = {  # what pip installs for each extra, as in pyproject.toml
-    "report": ("matplotlib", "jinja2"),
+    "report": ("jinja2",),
     "ann": ("faiss-cpu",),
     "llm": ("transformers",),
     "track": ("tensorboard",),

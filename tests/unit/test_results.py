@@ -18,9 +18,10 @@ from protofed.privacy.ledger import Release
 
 pytestmark = pytest.mark.slow  # reads every committed run
 ROOT = Path(__file__).parents[2]
-PAGE, MORE_LOGS, PAPER_SIZE = (
-    (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("results.md", "more_logs.md", "paper_size.md")
-)
+PAGE, MORE_LOGS, PAPER_SIZE = "results", "more_logs", "paper_size"
+TEXTS = {name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in (PAGE, MORE_LOGS, PAPER_SIZE)}
+WHOLE = sorted((ROOT / "results" / "tables").glob("*/*.csv"))
+MOST_LINES, MOST_ROWS = 300, 10
 COLUMNS = (("sampled", "all"), ("sampled", "novel"), ("sampled", "repeat"), ("full", "all"), ("full", "novel"))
 COSTS = ("bytes_up", "bytes_down", "trainable_parameters", "trainable_parameters_per_user", "learn")
 DATASETS = ("gowalla_1k", "yelp", "amazon_beauty", "taobao")
@@ -29,9 +30,45 @@ WIDE = tuple(f"{dataset}, d = 256" for dataset in DATASETS)  # the logs of the t
 ROWS = ("default", "nodp", "private", "paper", "paper-nodp")  # cells of the overall tables; other variants have others
 
 
+def shown_on(page: str, title: str) -> list[str]:
+    """The rows below a table's head on its page."""
+    return TEXTS[page].partition(f"| {title} |")[2].partition("\n\n")[0].splitlines()[2:]
+
+
 def table_of(page: str, title: str) -> list[str]:
-    """The rows below a table's head."""
-    return page.partition(f"| {title} |")[2].partition("\n\n")[0].splitlines()[2:]
+    """All rows of a table: those of its file, as a page would have them, where the page shows only some."""
+    name = re.sub(r"[^a-z0-9_]+", "-", title.partition(" | ")[0].lower()).strip("-")
+    file = ROOT / "results" / "tables" / page / f"{name}.csv"
+    return [f"| {' | '.join(row)} |" for row in read_csv(file)[1:]] if file.is_file() else shown_on(page, title)
+
+
+def read_csv(file: Path) -> list[list[str]]:
+    with file.open(encoding="utf-8", newline="") as opened:
+        return list(csv.reader(opened))
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_a_page_has_at_most_300_lines_and_no_table_of_more_than_ten_rows(page):
+    assert len(TEXTS[page].splitlines()) <= MOST_LINES
+    tables = re.findall(r"(?:^\|.*\n)+", TEXTS[page], flags=re.MULTILINE)
+    assert len(tables) > 10
+    assert max(len(table.splitlines()) - 2 for table in tables) <= MOST_ROWS
+
+
+@pytest.mark.parametrize("file", WHOLE, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_a_page_shows_the_best_row_of_a_longer_table_and_others_in_its_order(file):
+    page, (head, *rows) = file.parent.name, read_csv(file)
+    everything = [f"| {' | '.join(row)} |" for row in rows]
+    shown = [line.replace("**", "") for line in shown_on(page, head[0])]
+    assert len(shown) < len(rows)
+    assert shown == [line for line in everything if line in shown]
+    assert shown[:1] in ([], everything[:1])
+    if shown:
+        assert f"| {' | '.join(head)} |" in TEXTS[page]
+        labels, all_labels = ([line.split(" | ")[0] for line in lines] for lines in (shown, everything))
+        assert set(labels) >= {
+            ours for ours in ("| protofed-sp (nodp)", "| protofed-sp (reference)") if ours in all_labels
+        }
 
 
 def place_of(dataset: str) -> tuple[str, str, str]:
@@ -284,7 +321,7 @@ def test_the_page_of_more_logs_counts_the_packed_runs():
 def test_the_table_at_a_glance_has_every_row_of_every_log_by_mean_place():
     table = [row.strip("| ").replace("*", "").split(" | ") for row in table_of(MORE_LOGS, "six logs")]
     logs = [{name: np.mean([seed[0] for seed in seeds]) for name, seeds in headlines(d).items()} for d in MORE]
-    assert MORE_LOGS.partition("| six logs | ")[2].splitlines()[0] == f"{' | '.join(MORE)} | place |"
+    assert TEXTS[MORE_LOGS].partition("| six logs | ")[2].splitlines()[0] == f"{' | '.join(MORE)} | place |"
     places = {name: np.mean([sorted(log.values())[::-1].index(log[name]) + 1 for log in logs]) for name in logs[0]}
     assert {row[0] for row in table} == set(places)
     for name, *cells, place in table:
@@ -293,7 +330,9 @@ def test_the_table_at_a_glance_has_every_row_of_every_log_by_mean_place():
     assert [places[row[0]] for row in table] == sorted(places.values())
     assert [row[0] for row in table].index("protofed-sp (nodp)") + 1 == 10
     assert len(table) == 30
-    assert all("tenth of thirty rows" in page for page in (MORE_LOGS, (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert all(
+        "tenth of thirty rows" in page for page in (TEXTS[MORE_LOGS], (ROOT / "README.md").read_text(encoding="utf-8"))
+    )
 
 
 def test_the_table_of_widths_pairs_the_rows_of_both_and_their_mean_places_among_themselves():
@@ -404,7 +443,7 @@ def assert_gaps(dataset: str, row: str, rivals: set[str]) -> None:
 
 def test_an_interval_of_that_table_is_that_of_a_slow_bootstrap_over_users():
     dataset, other = "gowalla_1k", "fedrap (private)"
-    row = PAGE.partition(f"| {dataset}, protofed-sp (reference) minus |")[2].partition(f"| {other} | ")[2]
+    row = TEXTS[PAGE].partition(f"| {dataset}, protofed-sp (reference) minus |")[2].partition(f"| {other} | ")[2]
     low, high = (number(end) for end in row.partition("[")[2].partition("]")[0].split(", "))
     (ours, users, slices), (theirs, _, _) = (users_ndcg(dataset, name) for name in ("protofed-sp (reference)", other))
     rng, names = np.random.default_rng(0), np.unique(users)

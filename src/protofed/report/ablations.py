@@ -8,7 +8,7 @@ import numpy as np
 from protofed.evaluation.significance import Difference, bootstrap_difference, mean_and_std
 from protofed.methods.names import OURS
 from protofed.report.intervals import per_user
-from protofed.report.layout import Cell, Column, Line, Missing, Part, Table, interval, number, to_csv
+from protofed.report.layout import Cell, Column, Line, Missing, Part, Table, interval, number
 from protofed.report.runs import Measure, Run
 from protofed.report.sections import Row, Section
 from protofed.report.tables import continual, mean_over_slices
@@ -33,18 +33,16 @@ def ablation_part(section: Section) -> Part | Missing:
         Column("mean" if place % 2 == 0 else "minus full", HEADINGS[place // 2], ranked=False) for place in range(6)
     ]
     columns += [Column("mean", "AF", "lower is better", ranked=False), Column("minus full", "AF", ranked=False)]
-    lines, tidy = [], []
+    lines: list[Line] = []
     for full in dict.fromkeys(one.full.label for one in found):
         members = [one for one in found if one.full.label == full]
         lines.append(_full_line(members[0].full, section))
         for one in sorted(members, key=lambda one: one.row.label):
             gaps = [pair_with_full(one, measure, section.slug) for measure in MEASURES]
             lines.append(_line(one, gaps, section))
-            tidy += _tidy(one, gaps)
-    header = ["method", "minus", "seeds", "measure", "mean", "low95", "high95", "p_value"]
     name = f"{section.slug}-ablations"
     caption = "95 % paired bootstrap intervals over users, the same seeds for both rows; bold: the interval excludes 0"
-    table = Table(f"{name}-table", caption, tuple(columns), tuple(lines), csv=to_csv(header, tidy))
+    table = Table(f"{name}-table", caption, tuple(columns), tuple(lines))
     note = (
         "A negative difference says that the part left out was worth something. AF compares runs, not users, so it has "
         "no interval."
@@ -85,15 +83,6 @@ def _line(one: Ablation, gaps: Sequence[Difference | None], section: Section) ->
     return Line(one.row.label, (*cells, _mean_cell(all_forgotten), Cell(number(change, 4), value=change)))
 
 
-def _tidy(one: Ablation, gaps: Sequence[Difference | None]) -> list[tuple[object, ...]]:
-    seeds = " ".join(map(str, one.seeds))
-    return [
-        (one.row.label, one.full.label, seeds, "/".join(measure), gap.mean, gap.low, gap.high, gap.p_value)
-        for measure, gap in zip(MEASURES, gaps, strict=True)
-        if gap
-    ]
-
-
 def _mean_cell(values: Sequence[float]) -> Cell:
     mean, std = mean_and_std(np.array(values))
     return Cell(number(mean), f"±{number(std)}" if math.isfinite(std) else "", value=mean)
@@ -102,7 +91,7 @@ def _mean_cell(values: Sequence[float]) -> Cell:
 def _gap_cell(gap: Difference | None) -> Cell:
     if gap is None:
         return Cell("–")
-    apart = gap.low > 0 or gap.high < 0
+    apart = (gap.low > 0 or gap.high < 0) and round(gap.mean, 3) != 0
     return Cell(number(gap.mean), "", interval(gap.low, gap.high), gap.mean, best=apart)
 
 

@@ -13,11 +13,9 @@ from protofed.evaluation.significance import PerUser, bootstrap_difference
 from protofed.evaluation.strata import MIN_QUERIES, TERTILES, benjamini_hochberg, sign_flip_p, tertiles
 from protofed.methods.names import OURS
 from protofed.report.intervals import by_user, per_user, users_of
-from protofed.report.layout import Drawing, Missing, Part, to_csv
-from protofed.report.plots import Dot, dot_plot, volcano
+from protofed.report.layout import Drawing, Missing, Part
 from protofed.report.runs import Run
 from protofed.report.sections import Row, Section, slug
-from protofed.report.svg import SERIES, Stroke
 from protofed.report.tables import MAIN, Results, key_of
 from protofed.report.variants import common_runs, flagship, side_rows
 from protofed.seeds import seed_of
@@ -188,27 +186,23 @@ def drifts_known(row: Row) -> bool:
 
 
 def _dots(name: str, groups: Sequence[tuple[str, Pair]]) -> Drawing:
-    dots, tidy = [], []
+    rows = []
     for label, found in groups:
         n_users = int(found.counts.any(1).sum())
         gap = bootstrap_difference(found.ours, found.other, np.random.default_rng(seed_of(0, "report", name, label)))
-        look = Stroke(SERIES[2] if gap.low > 0 else SERIES[1] if gap.high < 0 else SERIES[6], (), "o")
-        dots.append(Dot(f"{label} ({n_users:,})", look, gap.mean, gap.low, gap.high, strong=label == "everybody"))
-        tidy.append((label, n_users, int(found.counts.sum()), gap.mean, gap.low, gap.high, gap.p_value))
-    svg = dot_plot(dots, x="gain in NDCG@10", name=name, about="gain in NDCG@10 by group", zero=True)
-    header = ["group", "users", "queries", "gain", "low95", "high95", "p_value"]
-    return Drawing(name, "Gain by group (users), 95 % interval over users", svg, to_csv(header, tidy))
+        rows.append((label, gap.mean, gap.low, gap.high, n_users, int(found.counts.sum()), gap.p_value))
+    header = ("group", "gain", "low95", "high95", "users", "queries", "p_value")
+    caption = "Gain by group (users), 95 % interval over users"
+    return Drawing(name, caption, "dots", header, tuple(rows), "gain in NDCG@10", from_zero=True)
 
 
 def _volcano(name: str, gains: Gains) -> Drawing:
-    found = gains.adjusted <= LEVEL
-    about = "each user's gain against the evidence for it"
-    svg = volcano(gains.gain, -np.log10(gains.p), found, line=-np.log10(LEVEL), name=name, about=about)
-    order = np.lexsort((gains.gain, gains.p))
     columns = (gains.gain, gains.p, gains.adjusted, gains.blocks)
-    tidy = [tuple(column[place].item() for column in columns) for place in order]
-    csv = to_csv(["gain", "p_value", "p_adjusted", "blocks"], tidy)
-    return Drawing(name, "Each user's gain against the evidence for it; dashed: p = 0.05 uncorrected", svg, csv)
+    order = np.lexsort((gains.gain, gains.p))
+    rows = tuple(tuple(column[place].item() for column in columns) for place in order)
+    caption = f"Each user's gain against the evidence for it; line: p = {LEVEL:g} uncorrected"
+    header = ("gain", "p_value", "p_adjusted", "blocks")
+    return Drawing(name, caption, "users", header, rows, "gain in NDCG@10 per query", "-log10 p")
 
 
 def _note(gains: Gains, n_users: int, averaged: str) -> str:
@@ -217,7 +211,7 @@ def _note(gains: Gains, n_users: int, averaged: str) -> str:
     tested = (
         f"{len(gains.p):,} of {n_users:,} users have the {MIN_QUERIES} blocks of queries that a test needs (a block: a "
         "user's novel or repeated events of one slice; per_user.parquet keeps no single queries); after Benjamini and "
-        f"Hochberg at {LEVEL:g}, {up:,} gain (green) and {down:,} lose (orange). "
+        f"Hochberg at {LEVEL:g}, {up:,} gain (green) and {down:,} lose (red). "
     )
     return (
         f"NDCG@10, sampled candidates, {averaged}. {tested}Groups are dots with intervals and not a "

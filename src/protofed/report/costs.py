@@ -8,7 +8,7 @@ import numpy as np
 
 from protofed.methods.names import OURS
 from protofed.report.journal import mean_told
-from protofed.report.layout import MISSING, Cell, Column, Line, Missing, Part, Table, number, to_csv
+from protofed.report.layout import MISSING, Cell, Column, Line, Missing, Part, Table, number
 from protofed.report.runs import Run
 from protofed.report.sections import Row, Section
 from protofed.report.tables import MAIN, Results, key_of
@@ -26,6 +26,7 @@ COLUMNS: Mapping[str, Column] = {
     "learn": Column("learn, s", "time", "wall clock of all slices together, mean over seeds", lower_is_better=True),
 }
 MEMORY = "On-device memory"
+EFFICIENCY = ("trainable_parameters", "trainable_parameters_per_user", "bytes_up", "bytes_down")
 HELD = {  # what log.jsonl may tell about a client's memory, and what it is
     "device_bytes_backbone": Column(
         "backbone", "bytes a device holds", "the frozen model, all public item rows among it"
@@ -51,7 +52,7 @@ class Cost:
     trainable_parameters: float
     trainable_parameters_per_user: float
     learn: float
-    minutes_per_slice: float
+    slice_seconds: float
     hardware: str
 
     @property
@@ -64,7 +65,7 @@ def cost_of(row: Row) -> Cost:
     up, down, shared, own = (_mean([mean_told(run.journal, name) for run in row.runs]) for name in TOLD)
     learn = _mean([run.seconds.get("learn", math.nan) for run in row.runs])
     slices = max(run.n_slices for run in row.runs)
-    return Cost(up, down, shared, own, learn, learn / 60 / slices if slices else math.nan, _hardware(row.runs))
+    return Cost(up, down, shared, own, learn, learn / slices if slices else math.nan, _hardware(row.runs))
 
 
 def cost_block(section: Section) -> tuple[list[Column], dict[str, list[Cell]]]:
@@ -82,25 +83,22 @@ def efficiency(section: Section) -> Part | Missing:
     if not known:
         return Missing("Efficiency", "no run kept its time or told its bytes")
     columns = (
-        Column("minutes per slice", "", "wall clock of learning, mean over slices and seeds", lower_is_better=True),
-        Column("shared, M", "trainable", "millions, one copy for all", lower_is_better=True),
-        Column("per user, M", "trainable", "millions, a copy for every user", lower_is_better=True),
-        Column("up, MB", "per client and round", "1 MB is 10^6 bytes", lower_is_better=True),
-        Column("down, MB", "per client and round", "1 MB is 10^6 bytes", lower_is_better=True),
+        Column("a slice", "time", "wall clock of learning, mean over slices and seeds", lower_is_better=True),
+        COLUMNS["trainable_parameters"],
+        COLUMNS["trainable_parameters_per_user"],
+        COLUMNS["bytes_up"],
+        COLUMNS["bytes_down"],
         Column("hardware", "", "where the time was spent", ranked=False, text=True),
     )
-    values = {label: _in_units(cost) for label, cost in known.items()}
-    order = sorted(known, key=lambda label: (_last(values[label][0]), label))
+    order = sorted(known, key=lambda label: (_last(known[label].slice_seconds), label))
     trivial = {row.label: row.is_trivial for row in section.rows}
-    lines = tuple(
-        Line(label, (*(_figures(v) for v in values[label]), Cell(known[label].hardware)), trivial[label])
-        for label in order
-    )
-    header = ["method", "minutes_per_slice", "shared_m", "per_user_m", "up_mb", "down_mb", "hardware"]
-    tidy = [(label, *values[label], known[label].hardware) for label in order]
+    lines = tuple(Line(label, _cost_cells(known[label]), trivial[label]) for label in order)
     name = f"{section.slug}-efficiency"
-    note = "Blank: the method does not tell. Times compare only on the same hardware."
-    return Part(name, "Efficiency", note, (Table(f"{name}-table", "", columns, lines, csv=to_csv(header, tidy)),))
+    note = (
+        "A dash: the method does not tell. Times compare only on the same hardware; the backbone's warm-up, which all "
+        "share, is in none of them."
+    )
+    return Part(name, "Efficiency", note, (Table(f"{name}-table", "", columns, lines),))
 
 
 def device_memory(section: Section) -> Part | Missing:
@@ -119,9 +117,8 @@ def device_memory(section: Section) -> Part | Missing:
     total = Column("together", "", "the sum of what is told", lower_is_better=True)
     columns = (total, *(replace(HELD[name], ranked=False) for name in names))
     lines = tuple(Line(label, tuple(Cell(size(v), value=v) for v in sizes[label])) for label in order)
-    header = ["method", "together", *names]
     name = f"{section.slug}-memory"
-    table = Table(f"{name}-table", "", columns, lines, csv=to_csv(header, [(label, *sizes[label]) for label in order]))
+    table = Table(f"{name}-table", "", columns, lines)
     note = (
         "What a client keeps between slices, from the shapes of its tensors: no optimiser state and no activations, "
         "which come and go. Rows that do not tell are left out."
@@ -157,14 +154,12 @@ def equal_bytes(results: Results) -> Part | Missing:
         )
         for _, label in order
     )
-    header = ["method", "bytes", "bytes_up", "bytes_down", "ndcg@10/sampled/all", "ndcg@10/full/novel"]
-    tidy = [(label, *wire[label], *accuracy[label]) for _, label in order]
     name = f"{section.slug}-equal-bytes"
     note = (
         "Fewest bytes first; the rows above ProtoFed-SP's lines send less, those below more. Rows that send nothing or "
         "do not tell are left out."
     )
-    return Part(name, "At equal bytes", note, (Table(f"{name}-table", "", columns, lines, csv=to_csv(header, tidy)),))
+    return Part(name, "At equal bytes", note, (Table(f"{name}-table", "", columns, lines),))
 
 
 def size(value: float) -> str:
@@ -175,6 +170,18 @@ def size(value: float) -> str:
 def count(value: float) -> str:
     """A number of things, three figures: 12.3 k."""
     return _scaled(value, (("G", 1e9), ("M", 1e6), ("k", 1e3)), "")
+
+
+def duration(seconds: float) -> str:
+    """Seconds as people say them: 12 ms, 3.4 s, 5.0 min, 1.2 h."""
+    if not math.isfinite(seconds):
+        return MISSING
+    if seconds < 0.001:
+        return "< 1 ms" if seconds else "0 s"
+    units = (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 0.001))
+    unit, scale = next((unit, scale) for unit, scale in units if seconds >= scale)
+    value = seconds / scale
+    return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
 
 
 def _scaled(value: float, units: Sequence[tuple[str, float]], plain: str) -> str:
@@ -191,13 +198,9 @@ def _cell(name: str, value: float) -> Cell:
     return Cell(size(value) if name.startswith("bytes") else count(value), value=value)
 
 
-def _in_units(cost: Cost) -> list[float]:
-    millions = (cost.trainable_parameters, cost.trainable_parameters_per_user, cost.bytes_up, cost.bytes_down)
-    return [cost.minutes_per_slice, *(value / 1e6 for value in millions)]
-
-
-def _figures(value: float) -> Cell:
-    return Cell(f"{value:.3g}" if math.isfinite(value) else MISSING, value=value)
+def _cost_cells(cost: Cost) -> tuple[Cell, ...]:
+    learning = Cell(duration(cost.slice_seconds), value=cost.slice_seconds)
+    return (learning, *(_cell(name, getattr(cost, name)) for name in EFFICIENCY), Cell(cost.hardware))
 
 
 def _hardware(runs: Sequence[Run]) -> str:

@@ -10,7 +10,7 @@ from protofed.config import as_today, flatten, from_values, to_toml
 from protofed.errors import ConfigError, ProtoFedError
 from protofed.experiments.grid import Cell
 from protofed.report.layout import Cell as Shown
-from protofed.report.layout import Column, Line, Table, to_csv
+from protofed.report.layout import Column, Line, Table
 from protofed.report.runs import Run, Unfinished
 
 State = Literal["done", "unfinished", "missing", "untuned"]
@@ -70,9 +70,8 @@ def coverage_table(found: Coverage) -> Table:
     methods = list(dict.fromkeys(method for _, method in shares))
     lines = [Line(method, tuple(_shown(shares.get((dataset, method))) for dataset in datasets)) for method in methods]
     columns = tuple(Column(dataset, "finished runs of those wanted", ranked=False) for dataset in datasets)
-    tidy = [(dataset, method, done, wanted) for (dataset, method), (done, wanted) in shares.items()]
     name, caption = "grid-coverage", "{} of {} cells are finished".format(*found.share)
-    return Table(name, caption, columns, tuple(lines), csv=to_csv(["dataset", "method", "done", "wanted"], tidy))
+    return Table(name, caption, columns, tuple(lines))
 
 
 def together(grids: Iterable[Sequence[Cell]]) -> tuple[Cell, ...]:

@@ -7,47 +7,38 @@ import numpy as np
 from protofed.evaluation.exposure import EVENTS, GROUPS, PLACES
 from protofed.evaluation.fairness import item_disparity, user_disparity
 from protofed.evaluation.significance import PerUser
-from protofed.report.figures import Curve, line_plot
+from protofed.report.charts import Curve, line_drawing
 from protofed.report.intervals import per_user
-from protofed.report.layout import Cell, Column, Drawing, Line, Missing, Part, Table, number, to_csv
+from protofed.report.layout import Cell, Column, Drawing, Line, Missing, Part, Table, number
 from protofed.report.runs import Run
 from protofed.report.sections import Row, Section
-from protofed.report.svg import INK, Stroke, swatch
 
 USERS = "Fairness over time"
 ITEMS = "Exposure of popular and rare items"
 OF_EVENTS = "test events"
-DASHED = Stroke(INK, (2.0, 2.0), "s")
 
 
-def fairness(section: Section, looks: Mapping[str, Stroke]) -> tuple[Part | Missing, ...]:
+def fairness(section: Section) -> tuple[Part | Missing, ...]:
     """The gap between the busiest and the quietest third of users over the slices; then the exposure of items."""
-    return user_gap(section, looks), exposure(section, looks)
+    return user_gap(section), exposure(section)
 
 
-def user_gap(section: Section, looks: Mapping[str, Stroke]) -> Part | Missing:
+def user_gap(section: Section) -> Part | Missing:
     """How far the busiest and the quietest third of users are apart."""
-    curves = [
-        Curve(row.label, looks[row.label], np.array(found)) for row in section.rows if (found := disparities(row))
-    ]
+    curves = [Curve(row.label, np.array(found)) for row in section.rows if (found := disparities(row))]
     if not curves or not any(np.isfinite(curve.values).any() for curve in curves):
         return Missing(USERS, "no run kept its users (per_user.parquet)")
     name = f"{section.slug}-user-disparity"
-    svg = line_plot(curves, first_slice=1, title="|busy - quiet|", name=name, from_zero=True)
-    tidy = [
-        (curve.label, run, t + 1, float(value)) for curve in curves for (run, t), value in np.ndenumerate(curve.values)
-    ]
     caption = "Disp_user: NDCG@10 of the busiest third of users against the quietest, distance"
-    drawing = Drawing(name, caption, svg, to_csv(["method", "run", "slice", "disparity"], tidy))
+    drawing = line_drawing(name, caption, "|busy - quiet|", curves, from_zero=True)
     note = (
         "Mean NDCG@10 over users (all events, sampled candidates, every user alike) of each slice. Activity is counted "
         "in test queries up to the slice, because run folders do not hold training events; 0 is equal service."
     )
-    legend = tuple((swatch(curve.look), curve.label) for curve in curves)
-    return Part(f"{name}-part", USERS, note, drawings=(drawing,), legend=legend)
+    return Part(f"{name}-part", USERS, note, drawings=(drawing,))
 
 
-def exposure(section: Section, looks: Mapping[str, Stroke]) -> Part | Missing:
+def exposure(section: Section) -> Part | Missing:
     """Whose items fill the Top-10 of the full ranking, beside whose items are really met."""
     told = [row for row in section.rows if all(_tells(run) for run in row.runs)]
     if not told:
@@ -55,10 +46,9 @@ def exposure(section: Section, looks: Mapping[str, Stroke]) -> Part | Missing:
         return Missing(ITEMS, f"{why}, so run again to see it")
     name = f"{section.slug}-exposure"
     drawings = (
-        *(_share_drawing(f"{name}-{group}", group, told, looks) for group in ("head", "tail")),
-        _disparity_drawing(f"{section.slug}-item-disparity", told, looks),
+        *(_share_drawing(f"{name}-{group}", group, told) for group in ("head", "tail")),
+        _disparity_drawing(f"{section.slug}-item-disparity", told),
     )
-    legend = ((swatch(DASHED), OF_EVENTS), *((swatch(looks[row.label]), row.label) for row in told))
     silent = [row.label for row in section.rows if row not in told]
     note = (
         "Shares of all Top-10 places, full ranking, model right after each slice. Head: the fifth of the available "
@@ -67,7 +57,7 @@ def exposure(section: Section, looks: Mapping[str, Stroke]) -> Part | Missing:
         "head and tail; 0 gives both as many places."
     )
     note += f" Not told by {', '.join(silent)}." if silent else ""
-    return Part(name, ITEMS, note, (_share_table(name, told),), drawings, legend)
+    return Part(name, ITEMS, note, (_share_table(name, told),), drawings)
 
 
 def _share_table(name: str, rows: Sequence[Row]) -> Table:
@@ -75,43 +65,32 @@ def _share_table(name: str, rows: Sequence[Row]) -> Table:
     columns = [Column(group, "share of Top-10 places", ranked=False) for group in GROUPS]
     columns.append(Column("head above events", "", "the head's share less its share of the test events", ranked=False))
     columns.append(Column("Disp_item", "", "|head - tail| of a slice, mean over slices and seeds", ranked=False))
-    lines, tidy = [], []
+    lines = []
     for row in rows:
         places = [mean_share(row, PLACES[group]) for group in GROUPS]
         above = places[0] - mean_share(row, EVENTS["head"])
         values = (*places, above, mean_over_slices(item_disparities(row.runs, PLACES)))
         lines.append(Line(row.label, tuple(Cell(number(v), value=v) for v in values), row.is_trivial))
-        tidy.append((row.label, *values))
     lines.sort(key=lambda line: (line.cells[-2].value, line.label))
     met = [mean_share(rows[0], EVENTS[group]) for group in GROUPS]
     apart = mean_over_slices(item_disparities(rows[0].runs, EVENTS))
     footer = Line(OF_EVENTS, (*(Cell(number(v)) for v in met), Cell(""), Cell(number(apart))))
-    header = ["method", *GROUPS, "head_above_events", "disp_item"]
-    csv = to_csv(header, [*tidy, (OF_EVENTS, *met, 0.0, apart)])
-    return Table(f"{name}-table", "Mean over slices and seeds", tuple(columns), tuple(lines), (footer,), csv)
+    return Table(f"{name}-table", "Mean over slices and seeds", tuple(columns), tuple(lines), (footer,))
 
 
-def _share_drawing(name: str, group: str, rows: Sequence[Row], looks: Mapping[str, Stroke]) -> Drawing:
-    curves = [Curve(row.label, looks[row.label], _over_slices(row.runs, PLACES[group])) for row in rows]
-    curves.append(Curve(OF_EVENTS, DASHED, _over_slices(rows[0].runs[:1], EVENTS[group])))
-    svg = line_plot(curves, first_slice=1, title=f"share of {group} items", name=name, from_zero=True)
-    tidy = [
-        (curve.label, run, t + 1, float(value)) for curve in curves for (run, t), value in np.ndenumerate(curve.values)
-    ]
-    caption = f"Top-10 places that go to {group} items; dotted: their share of the {OF_EVENTS}"
-    return Drawing(name, caption, svg, to_csv(["method", "run", "slice", f"share_{group}"], tidy))
+def _share_drawing(name: str, group: str, rows: Sequence[Row]) -> Drawing:
+    curves = [Curve(row.label, _over_slices(row.runs, PLACES[group])) for row in rows]
+    curves.append(Curve(OF_EVENTS, _over_slices(rows[0].runs[:1], EVENTS[group])))
+    caption = f"Top-10 places that go to {group} items, beside their share of the {OF_EVENTS}"
+    return line_drawing(name, caption, f"share of {group} items", curves, from_zero=True)
 
 
-def _disparity_drawing(name: str, rows: Sequence[Row], looks: Mapping[str, Stroke]) -> Drawing:
+def _disparity_drawing(name: str, rows: Sequence[Row]) -> Drawing:
     """Disp_item over the slices, as `user_gap` shows Disp_user."""
-    curves = [Curve(row.label, looks[row.label], item_disparities(row.runs, PLACES)) for row in rows]
-    curves.append(Curve(OF_EVENTS, DASHED, item_disparities(rows[0].runs[:1], EVENTS)))
-    svg = line_plot(curves, first_slice=1, title="|head - tail|", name=name, from_zero=True)
-    tidy = [
-        (curve.label, run, t + 1, float(value)) for curve in curves for (run, t), value in np.ndenumerate(curve.values)
-    ]
-    caption = f"Disp_item: distance between the shares of head and tail items; dotted: of the {OF_EVENTS}"
-    return Drawing(name, caption, svg, to_csv(["method", "run", "slice", "disparity"], tidy))
+    curves = [Curve(row.label, item_disparities(row.runs, PLACES)) for row in rows]
+    curves.append(Curve(OF_EVENTS, item_disparities(rows[0].runs[:1], EVENTS)))
+    caption = f"Disp_item: distance between the shares of head and tail items, beside that of the {OF_EVENTS}"
+    return line_drawing(name, caption, "|head - tail|", curves, from_zero=True)
 
 
 def item_disparities(runs: Sequence[Run], metrics: Mapping[str, str]) -> np.ndarray:

@@ -4,13 +4,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from protofed.errors import MissingExtra
-from protofed.privacy.accountant import adjacency, epsilon, rounded_up
-from protofed.privacy.ledger import Ledger, Release, Trust, read_ledger
+from protofed.privacy.accountant import adjacency
+from protofed.privacy.ledger import Release
 from protofed.report.costs import COLUMNS as COSTS
 from protofed.report.costs import cost_block, cost_of
 from protofed.report.intervals import Intervals
 from protofed.report.layout import MISSING, Cell, Column, estimate_cells, interval, number, to_csv
+from protofed.report.prices import Price, Terms, price_of, terms_of
 from protofed.report.provenance import claim_of
 from protofed.report.sections import Row
 from protofed.report.tables import CONTINUAL, HEADLINE, NAMES, Results, key_of
@@ -37,14 +37,11 @@ class Sheet:
 
 @dataclass(frozen=True, slots=True)
 class Priced:
-    """What the seeds of a row released, where they released the same, and what it costs."""
+    """The seeds of a row that released the same, and what that costs."""
 
     row: Row
     seeds: tuple[int, ...]
-    ledger: Ledger
-    trust: Trust
-    delta: float
-    epsilon: str  # of all its streams together, against who sees what is released
+    price: Price
 
 
 def overall(results: Results) -> Sheet:
@@ -94,7 +91,7 @@ def privacy(results: Results) -> Sheet | None:
     rows = [
         (_released_by(one, release), tuple(Cell(text) for text in _release_words(one, release)))
         for one in found
-        for release in one.ledger
+        for release in one.price.ledger
     ]
     caption = (
         f"{results.section.title}: what was released, and ε per user of all streams of a row together, "
@@ -120,25 +117,15 @@ def costs(results: Results) -> Sheet | None:
 
 def price_rows(results: Results) -> tuple[Priced, ...]:
     """The rows that released something; seeds with different ledgers apart."""
+    known = {(price.ledger, price.delta, price.trust): price for price in results.prices.values()}
     found: list[Priced] = []
     for row in results.section.rows:
-        groups: dict[tuple[Ledger, Trust, float], list[int]] = {}
+        groups: dict[Terms, list[int]] = {}
         for run in row.runs:
-            if run.ledger:
-                ledger, trust = read_ledger(run.path / "ledger.json")
-                delta = float(run.config.get("privacy", {}).get("delta", 1e-5))
-                groups.setdefault((ledger, trust, delta), []).append(run.seed)
-        found += [Priced(row, tuple(seeds), *released, _price(*released)) for released, seeds in groups.items()]
+            if run.releases:
+                groups.setdefault(terms_of(run), []).append(run.seed)
+        found += [Priced(row, tuple(seeds), known.get(terms) or price_of(*terms)) for terms, seeds in groups.items()]
     return tuple(found)
-
-
-def _price(ledger: Ledger, trust: Trust, delta: float) -> str:
-    """ε rounded up; a dash where the library that prices it is not installed."""
-    try:
-        cost = rounded_up(epsilon(ledger, delta, trust=trust))
-    except MissingExtra:
-        return MISSING
-    return "∞" if cost is None else f"{cost:g}"
 
 
 def sheets(results: Results) -> tuple[Sheet, ...]:
@@ -203,7 +190,7 @@ def _records(results: Results) -> Iterator[dict[str, object]]:
     for released in price_rows(results):
         about = {"dataset": results.section.title, "method": released.row.label}
         about |= {"seeds": " ".join(map(str, released.seeds)), "table": "privacy"}
-        for release in released.ledger:
+        for release in released.price.ledger:
             for name, text in zip(RELEASE, _release_words(released, release), strict=True):
                 yield {**about, "stream": release.stream, "quantity": name, "text": text}
 
@@ -236,15 +223,16 @@ def _released_by(released: Priced, release: Release) -> str:
 
 
 def _release_words(released: Priced, release: Release) -> tuple[str, ...]:
+    price = released.price
     return (
         f"{release.noise_multiplier:g}",
         f"{release.sampling_rate:g}",
         str(release.count),
         str(release.uploads),
-        f"{released.delta:g}",
-        released.epsilon,
-        released.trust,
-        adjacency(released.trust),
+        f"{price.delta:g}",
+        MISSING if not price.known else "∞" if math.isinf(price.released) else f"{price.released:g}",
+        price.trust,
+        adjacency(price.trust),
     )
 
 

@@ -5,12 +5,13 @@ import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from urllib.parse import quote
+from typing import Literal
 
 from protofed.files import harmless
 
 MISSING = "–"
 MOST_NAMED = 8  # rows in one sentence
+Kind = Literal["lines", "dots", "points", "users", "map"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,20 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """One figure of the page and the numbers it shows."""
+    """One figure: how it is drawn, and the tidy numbers that it is drawn from."""
 
     name: str
     caption: str
-    svg: str
-    csv: str
+    kind: Kind
+    header: tuple[str, ...]
+    rows: tuple[tuple[object, ...], ...]
+    x: str = ""  # what the axes say
+    y: str = ""
+    from_zero: bool = False
+
+    @property
+    def csv(self) -> str:
+        return to_csv(self.header, self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,32 +84,18 @@ class Table:
     columns: tuple[Column, ...]
     lines: tuple[Line, ...]
     footer: tuple[Line, ...] = ()
-    csv: str = ""
     corner: str = "method"
-
-    @property
-    def groups(self) -> list[tuple[str, int]]:
-        """Neighbouring columns under the same upper heading, and how many they are; empty without upper headings."""
-        spans: list[tuple[str, int]] = []
-        for column in self.columns:
-            if spans and spans[-1][0] == column.group:
-                spans[-1] = (column.group, spans[-1][1] + 1)
-            else:
-                spans.append((column.group, 1))
-        return spans if any(group for group, _ in spans) else []
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One question and what the runs answer: tables, figures, and the key to the figures' rows."""
+    """One question and what the runs answer: tables and figures."""
 
     name: str
     title: str
     note: str
     tables: tuple[Table, ...] = ()
     drawings: tuple[Drawing, ...] = ()
-    legend: tuple[tuple[str, str], ...] = ()  # swatch, label
-    small: bool = False  # many small figures, not a few large ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +120,7 @@ def table_of_estimates(
     lines = tuple(
         Line(label, tuple(column[place] for column in cells), trivial) for place, (label, trivial, _) in enumerate(rows)
     )
-    return Table(name, caption, tuple(columns), lines, footer, _estimates_csv(columns, rows))
+    return Table(name, caption, tuple(columns), lines, footer)
 
 
 def some(names: Sequence[str]) -> str:
@@ -139,17 +134,11 @@ def beside(table: Table, columns: Sequence[Column], cells: Mapping[str, Sequence
     """The table with more columns at its right, their cells by the label of the row."""
     lines = tuple(replace(line, cells=(*line.cells, *cells[line.label])) for line in table.lines)
     footer = tuple(replace(line, cells=(*line.cells, *[Cell("")] * len(columns))) for line in table.footer)
-    tidy = [
-        (line.label, f"{column.group} {column.label}".strip(), cell.value, math.nan, math.nan, math.nan)
-        for line in table.lines
-        for column, cell in zip(columns, cells[line.label], strict=True)
-    ]
-    more = to_csv([], tidy).lstrip("\n") if tidy else ""
-    return replace(table, columns=(*table.columns, *columns), lines=lines, footer=footer, csv=table.csv + more)
+    return replace(table, columns=(*table.columns, *columns), lines=lines, footer=footer)
 
 
 def estimate_cells(column: Column, estimates: Sequence[Estimate]) -> list[Cell]:
-    """A column's cells: three decimals, or four where all values are small."""
+    """A column's cells: three decimals, or four where all values are small; what reads as zero is never the best."""
     known = [abs(estimate.mean) for estimate in estimates if math.isfinite(estimate.mean)]
     digits = 3 if not known or max(known) >= 0.1 else 4
     cells = [_cell(estimate, digits) for estimate in estimates]
@@ -157,7 +146,7 @@ def estimate_cells(column: Column, estimates: Sequence[Estimate]) -> list[Cell]:
         return cells
     sign = -1 if column.lower_is_better else 1
     top = max(round(sign * cell.value, digits) for cell in cells if math.isfinite(cell.value))
-    return [replace(cell, best=round(sign * cell.value, digits) == top) if known else cell for cell in cells]
+    return [replace(cell, best=bool(top) and round(sign * cell.value, digits) == top) for cell in cells]
 
 
 def number(value: float, digits: int = 3) -> str:
@@ -182,18 +171,6 @@ def to_csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return buffer.getvalue()
 
 
-def data_uri(text: str) -> str:
-    """A link that holds the CSV itself."""
-    return "data:text/csv;charset=utf-8," + quote(text, safe=",")
-
-
-def sort_value(cell: Cell) -> str | None:
-    """What the browser sorts a cell by: its number, nothing where that is unknown, or None: its text."""
-    if not math.isnan(cell.value):
-        return "Infinity" if cell.value == math.inf else repr(cell.value)
-    return "" if cell.text in ("", MISSING) else None
-
-
 def _short(value: float, digits: int) -> str:
     """A number without the zero before its point, so that a table of twelve columns fits a page."""
     return number(value, digits).replace("0.", ".", 1) if abs(value) < 1 else number(value, digits)
@@ -208,15 +185,6 @@ def _cell(estimate: Estimate, digits: int) -> Cell:
 
 def _descending(value: float) -> float:
     return math.inf if math.isnan(value) else -value
-
-
-def _estimates_csv(columns: Sequence[Column], rows: Sequence[tuple[str, bool, Sequence[Estimate]]]) -> str:
-    tidy = [
-        (label, f"{column.group} {column.label}".strip(), found.mean, found.std, found.low, found.high)
-        for label, _, estimates in rows
-        for column, found in zip(columns, estimates, strict=True)
-    ]
-    return to_csv(["method", "column", "mean", "std", "low95", "high95"], tidy)
 
 
 def _field(value: object) -> object:

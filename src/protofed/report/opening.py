@@ -1,44 +1,66 @@
-"""The first page: three sentences (several data sets: verdicts.py), one table and one figure, made from the numbers."""
+"""The first page: for each data set three sentences and five rows, then every row of every data set in one table."""
 
 import math
 from collections.abc import Sequence
 
-from protofed.report.layout import Cell, Column, Drawing, Estimate, Table, beside, number, table_of_estimates, to_csv
-from protofed.report.plots import Dot, dot_plot
+from protofed.report.layout import (
+    Cell,
+    Column,
+    Drawing,
+    Estimate,
+    Table,
+    beside,
+    number,
+    some,
+    table_of_estimates,
+)
 from protofed.report.prices import epsilon_text
 from protofed.report.sections import Row
-from protofed.report.svg import SERIES, Stroke
-from protofed.report.tables import MAIN, Results, key_of
+from protofed.report.tables import MAIN, NAMES, Results, key_of
 from protofed.report.variants import side_rows
 
 KEY = key_of(MAIN)
-MOST_DOTS = 14  # rows of the figure; the best ones, and all of ProtoFed-SP and all trivial ones among them
-OURS, OTHERS, TRIVIAL = Stroke(SERIES[1], (), "D"), Stroke(SERIES[0], (), "o"), Stroke(SERIES[6], (), "s")
-SHORT = ((MAIN, "NDCG@10"), (("sampled", "all", "hr@10"), "HR@10"))
-LONG = (*SHORT, (("full", "novel", "ndcg@10"), "NDCG@10 full, novel"))
+MOST_ROWS = 5
+MEASURES = (MAIN, ("sampled", "all", "hr@10"), ("sampled", "novel", "ndcg@10"), ("full", "novel", "ndcg@10"))
+WORDS = dict(zip(MEASURES, ("NDCG@10", "HR@10", "novel events", "novel events in the full ranking"), strict=True))
+OURS_NAME = "ProtoFed-SP"
 
 
 def sentences(found: Results) -> tuple[str, str, str]:
-    """Of a single data set: the best private row, the best row of all, and what of it is beyond chance."""
-    private, overall, sure = best_private(found), _best(found), _significant(found)
-    return f"Best private row: {private}.", f"Best row of all: {overall}.", f"Beyond chance over users: {sure}."
+    """Of one data set: who wins, who wins among private rows, and where ProtoFed-SP loses."""
+    return f"Wins: {_best(found)}; {_significant(found)}.", f"With privacy: {best_private(found)}.", _loss(found)
+
+
+def across(results: Sequence[Results]) -> str:
+    """Of several data sets, one sentence: on which of them ProtoFed-SP wins, of all rows and of those with privacy."""
+    leads = [found.section.title for found in results if any(row.is_ours for row in rank_rows(found)[:1])]
+    private = [found.section.title for found in results if any(row.is_ours for row in _private_rows(found)[:1])]
+    first, among = _of(leads, results), _of(private, results)
+    return f"{OURS_NAME} is first of all rows on {first}, and first of the private rows on {among}."
+
+
+def digest(found: Results) -> Table:
+    """Five rows: the best, ours without and with noise, the best private rival and the best trivial row."""
+    rows = rank_rows(found)
+    place = {row.label: 1 + sum(known_mean(found, other) > known_mean(found, row) for other in rows) for row in rows}
+    columns = [_column(measure) for measure in MEASURES]
+    shown = [
+        (row.label, row.is_trivial, [_estimate(found, row.label, key_of(m)) for m in MEASURES]) for row in _five(found)
+    ]
+    table = table_of_estimates(f"{found.section.slug}-digest", "", columns, shown)
+    standing = Column("place", "", f"by NDCG@10, sampled candidates, all events, of {len(rows)} rows", ranked=False)
+    places = {label: [Cell(f"{place[label]} of {len(rows)}", value=float(place[label]))] for label, _, _ in shown}
+    return beside(beside(table, *_epsilons([found], [label for label, _, _ in shown])), [standing], places)
 
 
 def overview(results: Sequence[Results]) -> Table:
     """Rows of the overall comparison: NDCG@10 and HR@10 of every data set, as Table 1 of the paper."""
-    measures = LONG if len(results) == 1 else SHORT
-    columns = [
-        Column(
-            words,
-            found.section.title if len(results) > 1 else "",
-            f"mean of A[t, t], {measure[0]}, {measure[1]} events",
-        )
-        for found in results
-        for measure, words in measures
-    ]
+    measures = MEASURES if len(results) == 1 else MEASURES[:2]
+    several = len(results) > 1
+    columns = [_column(m, found.section.title if several else "") for found in results for m in measures]
     by_label = {row.label: row for found in results for row in rows_to_compare(found)}
     rows = [
-        (label, row.is_trivial, [_estimate(found, label, key_of(m)) for found in results for m, _ in measures])
+        (label, row.is_trivial, [_estimate(found, label, key_of(m)) for found in results for m in measures])
         for label, row in by_label.items()
     ]
     table = table_of_estimates("overview", "", columns, rows)
@@ -46,22 +68,13 @@ def overview(results: Sequence[Results]) -> Table:
 
 
 def forest(found: Results) -> Drawing:
-    """NDCG@10 of the leading rows with their intervals over users."""
-    name = f"{found.section.slug}-forest"
-    rows = sorted(rows_to_compare(found), key=lambda row: (-known_mean(found, row), row.label))
-    ours = [row for row in rows if row.is_ours or row.is_trivial]
-    shown = [row for row in rows if row in ours or row in rows[: max(0, MOST_DOTS - len(ours))]][:MOST_DOTS]
-    dots, tidy = [], []
-    for row in shown:
-        e = found.estimates[row.label][KEY]
-        look = OURS if row.is_ours else TRIVIAL if row.is_trivial else OTHERS
-        dots.append(Dot(row.label, look, e.mean, e.low, e.high, strong=row.is_ours))
-        tidy.append((row.label, e.mean, e.low, e.high))
-    left = len(rows) - len(shown)
-    caption = f"{found.section.title}: NDCG@10, all events, sampled candidates, 95 % interval over users"
-    caption += f"; {left} more in the table" if left else ""
-    svg = dot_plot(dots, x="NDCG@10", name=name, about=caption)
-    return Drawing(name, caption, svg, to_csv(["method", "mean", "low95", "high95"], tidy))
+    """NDCG@10 of the rows of the overall comparison with their intervals over users, the best first."""
+    estimates = [(row.label, found.estimates[row.label][KEY]) for row in rank_rows(found)]
+    rows = tuple((label, e.mean, e.low, e.high) for label, e in estimates)
+    caption = "NDCG@10, all events, sampled candidates, 95 % interval over users"
+    return Drawing(
+        f"{found.section.slug}-forest", caption, "dots", ("method", "mean", "low95", "high95"), rows, "NDCG@10"
+    )
 
 
 def rows_to_compare(found: Results) -> list[Row]:
@@ -70,43 +83,24 @@ def rows_to_compare(found: Results) -> list[Row]:
     return [row for row in found.section.rows if row.label not in aside]
 
 
+def rank_rows(found: Results) -> list[Row]:
+    """Those of them with an NDCG@10, the best first."""
+    rows = [row for row in rows_to_compare(found) if math.isfinite(known_mean(found, row))]
+    return sorted(rows, key=lambda row: (-known_mean(found, row), row.label))
+
+
 def count_left_out(results: Sequence[Results]) -> int:
     return sum(len(found.section.rows) - len(rows_to_compare(found)) for found in results)
 
 
 def best_private(found: Results) -> str:
     """The best row that carries a claim, with it, and among how many."""
-    prices = found.prices
-    promised = [label for label, price in prices.items() if not math.isinf(price.released)]
-    rows = [row for row in rows_to_compare(found) if row.label in promised and math.isfinite(known_mean(found, row))]
+    rows = _private_rows(found)
     if not rows:
         return "none released anything under a ledger, so no row carries a privacy claim"
-    best = max(rows, key=lambda row: known_mean(found, row))
+    best = rows[0]
     among = f"of {len(rows)}" if len(rows) > 1 else "the only one"
-    return f"{best.label} with NDCG@10 {number(known_mean(found, best))} ({prices[best.label].words}), {among}"
-
-
-def _best(found: Results) -> str:
-    rows = [row for row in rows_to_compare(found) if math.isfinite(known_mean(found, row))]
-    if not rows:
-        return "no row ranked sampled candidates"
-    best = max(rows, key=lambda row: known_mean(found, row))
-    trivial = max((row for row in rows if row.is_trivial), key=lambda row: known_mean(found, row), default=None)
-    if best.is_trivial:
-        return f"{best.label}, a trivial row, with NDCG@10 {number(known_mean(found, best))}"
-    bar = f" (best trivial row: {trivial.label}, {number(known_mean(found, trivial))})" if trivial else ""
-    return f"{best.label} with NDCG@10 {number(known_mean(found, best))}{bar}"
-
-
-def _significant(found: Results) -> str:
-    best, rivals = found.intervals[MAIN[0], MAIN[1]].best, rivals_of_the_best(found)
-    if not rivals:
-        return "nothing to compare with"
-    close = [label for label, level in rivals.items() if level]
-    if not close:
-        return f"{best} is ahead of {f'all {len(rivals)} other rows' if len(rivals) > 1 else next(iter(rivals))}"
-    ahead = f"{best} is ahead of {len(rivals) - len(close)} of {len(rivals)} other rows"
-    return f"{ahead}, and not distinguishable from {', '.join(close)}"
+    return f"{best.label} with NDCG@10 {number(known_mean(found, best))} ({found.prices[best.label].words}), {among}"
 
 
 def rivals_of_the_best(found: Results) -> dict[str, bool]:
@@ -123,6 +117,87 @@ def known_mean(found: Results, row: Row) -> float:
     """The row's mean NDCG@10, the lowest there is where it has none."""
     mean = found.estimates[row.label][KEY].mean
     return mean if math.isfinite(mean) else -math.inf
+
+
+def _five(found: Results) -> list[Row]:
+    """The rows that a reader asks about first, filled up with the next best ones."""
+    rows, private = rank_rows(found), _private_rows(found)
+    asked = [
+        rows[:1],
+        [row for row in rows if row.is_ours and row not in private][:1],
+        [row for row in private if row.is_ours][:1],
+        [row for row in private if not row.is_ours][:1],
+        [row for row in rows if row.is_trivial][:1],
+        rows,
+    ]
+    return list({row.label: row for some_rows in asked for row in some_rows}.values())[:MOST_ROWS]
+
+
+def _private_rows(found: Results) -> list[Row]:
+    """The rows whose ledger promises something, the best first."""
+    return [row for row in rank_rows(found) if not math.isinf(_released(found, row.label))]
+
+
+def _released(found: Results, label: str) -> float:
+    return found.prices[label].released if label in found.prices else math.inf
+
+
+def _best(found: Results) -> str:
+    rows = rank_rows(found)
+    if not rows:
+        return "no row ranked sampled candidates"
+    best, trivial = rows[0], next((row for row in rows if row.is_trivial), None)
+    if best.is_trivial:
+        return f"{best.label}, a trivial row, with NDCG@10 {number(known_mean(found, best))}"
+    bar = f" (best trivial row: {trivial.label}, {number(known_mean(found, trivial))})" if trivial else ""
+    return f"{best.label} with NDCG@10 {number(known_mean(found, best))}{bar}"
+
+
+def _significant(found: Results) -> str:
+    rivals = rivals_of_the_best(found)
+    if not rivals:
+        return "nothing to compare it with"
+    close = [label for label, level in rivals.items() if level]
+    if not close:
+        return f"ahead of {f'all {len(rivals)} other rows' if len(rivals) > 1 else next(iter(rivals))} beyond chance"
+    ahead = f"ahead of {len(rivals) - len(close)} of {len(rivals)} other rows beyond chance"
+    return f"{ahead}, not distinguishable from {some(close)}"
+
+
+def _loss(found: Results) -> str:
+    """Every measure that another row leads: our best row's number, the leader's and its name."""
+    ours = [row for row in rank_rows(found) if row.is_ours]
+    if not ours:
+        return f"There is no {OURS_NAME} row."
+    own = found.estimates[ours[0].label]
+    lost = []
+    for measure in MEASURES:
+        key = key_of(measure)
+        label, top = max(
+            ((row.label, _last(found.estimates[row.label][key].mean)) for row in rows_to_compare(found)),
+            key=lambda pair: pair[1],
+        )
+        if top > _last(own[key].mean):
+            lost.append(f"{WORDS[measure]} {number(own[key].mean)} against {number(top)} ({label})")
+    if not lost:
+        return f"Where {OURS_NAME} loses: nowhere; its best row, {ours[0].label}, leads every column."
+    return f"Where {OURS_NAME} loses ({ours[0].label}): {', '.join(lost)}."
+
+
+def _of(titles: Sequence[str], results: Sequence[Results]) -> str:
+    if len(titles) == len(results):
+        return f"all {len(results)} data sets"
+    return f"{len(titles)} of {len(results)} data sets" + (f" ({some(titles)})" if titles else "")
+
+
+def _last(value: float) -> float:
+    return value if math.isfinite(value) else -math.inf
+
+
+def _column(measure: tuple[str, str, str], group: str = "") -> Column:
+    candidates, subset, metric = measure
+    words = NAMES[metric] if measure in MEASURES[:2] else f"{NAMES[metric]} {candidates}, {subset}"
+    return Column(words, group, f"mean of A[t, t], {candidates} candidates, {subset} events")
 
 
 def _estimate(found: Results, label: str, key: str) -> Estimate:

@@ -1,7 +1,7 @@
-"""The page: everything computed, drawn and inlined into one HTML file."""
+"""The page: everything computed and inlined into one HTML file, where a script draws it."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -17,41 +17,27 @@ from protofed.report import opening, provenance
 from protofed.report.ablations import ablation_part
 from protofed.report.beneficiaries import benefits
 from protofed.report.cautions import cautions
+from protofed.report.charts import Curve, heat_maps, leading_rows, line_drawing, look_of
 from protofed.report.costs import device_memory, efficiency, equal_bytes
 from protofed.report.coverage import Coverage, coverage, coverage_table
-from protofed.report.disparity import fairness
-from protofed.report.figures import Curve, heat_map, line_plot
-from protofed.report.held import Held, held_table, list_cells
-from protofed.report.layout import Drawing, Missing, Part, Table, data_uri, number, sort_value, to_csv
+from protofed.report.disparity import OF_EVENTS, fairness
+from protofed.report.embed import figure_values, table_values, to_json
+from protofed.report.layout import Drawing, Missing, Part, Table
 from protofed.report.overall import equal_epsilon, headline_with_costs
 from protofed.report.plasticity import adaptation, frontier_part
 from protofed.report.prices import UNPRICED, privacy_table
 from protofed.report.runs import Unfinished, find_runs
-from protofed.report.sections import Row, Section, group
+from protofed.report.sections import Row, Section, group, method_name
 from protofed.report.sensitivity import sensitivity
-from protofed.report.svg import Stroke, stroke, swatch
-from protofed.report.tables import (
-    MAIN,
-    Results,
-    compute,
-    distances,
-    key_of,
-    main_matrix,
-    mean_matrix,
-    strata,
-    wall_clock,
-)
+from protofed.report.tables import Results, compute, distances, main_matrix, mean_matrix, strata
 from protofed.report.tradeoff import tradeoff
 from protofed.report.variants import without_sweeps
-from protofed.report.verdicts import verdicts
 
-
-@dataclass(frozen=True, slots=True)
-class Filled:
-    """Which cells have runs, and where the cells of a grid stand if one was given."""
-
-    held: tuple[Held, ...]
-    of_grid: Coverage | None = None
+MAPS = (
+    "Mean over seeds. Left of the framed diagonal a slice is still to come, right of it the slice is being remembered."
+)
+APART = "An interval that excludes zero says that the best row is ahead on these users, and nothing about other data."
+SCRIPTS = ("vendor/d3.min.js", "vendor/plot.min.js", "page.js")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +45,21 @@ class Chapter:
     """All the page shows about one section."""
 
     results: Results
-    findings: tuple[str, ...]
+    sentences: tuple[str, ...]
+    digest: Table
+    forest: Drawing
     headline: Table
+    lines: tuple[Drawing, ...]
     parts: tuple[Part, ...]  # what the runs answer, one question each
     missing: tuple[Missing, ...]  # what they cannot
-    distances: Table | None
-    strata: tuple[Table, ...]
-    time: Table | None
-    legend: tuple[tuple[str, str], ...]  # swatch, label
-    lines: tuple[Drawing, ...]
-    heat_maps: tuple[Drawing, ...]
-    limits: tuple[float, float]  # of the heat maps' colours
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        return self.digest, self.headline, *(table for part in self.parts for table in part.tables)
+
+    @property
+    def drawings(self) -> tuple[Drawing, ...]:
+        return self.forest, *self.lines, *(drawing for part in self.parts for drawing in part.drawings)
 
 
 def build(runs_folder: Path, wanted: Sequence[GridCell] = ()) -> tuple[str, dict[str, Any]]:
@@ -78,8 +68,8 @@ def build(runs_folder: Path, wanted: Sequence[GridCell] = ()) -> tuple[str, dict
     results = [compute(section) for section in group(runs)]
     warned = cautions(results, unfinished)
     chapters = [_chapter(found) for found in results]
-    filled = Filled(list_cells(runs, unfinished), coverage(wanted, runs, unfinished) if wanted else None)
-    return render(chapters, warned, unfinished, filled), summary(results, warned, unfinished)
+    of_grid = coverage(wanted, runs, unfinished) if wanted else None
+    return render(chapters, warned, unfinished, of_grid), summary(results, warned, unfinished)
 
 
 def write(page: str, out: Path) -> None:
@@ -116,7 +106,9 @@ def summary(results: Sequence[Results], warned: Sequence[str], unfinished: Seque
     }
 
 
-def render(chapters: Sequence[Chapter], warned: Sequence[str], unfinished: Sequence[Unfinished], filled: Filled) -> str:
+def render(
+    chapters: Sequence[Chapter], warned: Sequence[str], unfinished: Sequence[Unfinished], of_grid: Coverage | None
+) -> str:
     """The HTML text."""
     try:
         from jinja2 import Environment, StrictUndefined
@@ -124,18 +116,18 @@ def render(chapters: Sequence[Chapter], warned: Sequence[str], unfinished: Seque
     except ImportError as problem:
         raise MissingExtra("jinja2", "report") from problem
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
-    environment.filters.update(data_uri=data_uri, inline=Markup, number=number, sort_value=sort_value)
+    environment.filters.update(inline=Markup)
     results = [chapter.results for chapter in chapters]
     sections = [found.section for found in results]
     prices = [(found.section.title, label, price) for found in results for label, price in found.prices.items()]
+    tables = [opening.overview(results), provenance.settings_table(sections)]
+    tables += [coverage_table(of_grid)] if of_grid else []
+    tables += [table] if (table := privacy_table(prices)) else []
     return environment.from_string(_file("page.html")).render(
         chapters=chapters,
-        sentences=opening.sentences(results[0]) if len(results) == 1 else (),
-        verdicts=verdicts(results) if len(results) > 1 else None,
-        overview=opening.overview(results),
-        forests=[opening.forest(found) for found in results],
+        across=opening.across(results) if len(results) > 1 else "",
         left_out=opening.count_left_out(results),
-        prices=privacy_table(prices),
+        private=bool(prices),
         unpriced=UNPRICED if not all(price.known for _, _, price in prices) else "",
         warnings=warned,
         unfinished=unfinished,
@@ -144,17 +136,29 @@ def render(chapters: Sequence[Chapter], warned: Sequence[str], unfinished: Seque
         rows=sorted({row.label for section in sections for row in section.rows}),
         seeds=sorted({seed for section in sections for row in section.rows for seed in row.seeds}),
         widths=provenance.widths(sections),
-        coverage=held_table(filled.held),
-        of_grid=coverage_table(filled.of_grid) if filled.of_grid else None,
-        lacking=[(cell.folder, state) for cell, state in filled.of_grid.lacking] if filled.of_grid else [],
-        releases=provenance.releases(sections),
+        lacking=[(cell.folder, state) for cell, state in of_grid.lacking] if of_grid else [],
+        of_grid=of_grid,
         claim=provenance.claim_of(run for section in sections for row in section.rows for run in row.runs),
         environments=provenance.environments(sections),
         commands=provenance.commands(sections),
-        settings=provenance.settings(sections),
+        usual=provenance.usual_settings(sections),
         style=_file("style.css"),
-        script=_file("sort.js"),
+        data=to_json(embedded(chapters, tables)),
+        scripts=[_file(name) for name in SCRIPTS],
     )
+
+
+def embedded(chapters: Sequence[Chapter], tables: Sequence[Table]) -> dict[str, Any]:
+    """The numbers of every table and figure, once, with what all figures share."""
+    rows = [row for chapter in chapters for row in chapter.results.section.rows]
+    looks = {label: look_of(row) for row in rows for label in (method_name(row.runs[0].config), row.label)}
+    return {
+        "tables": {table.name: table_values(table) for table in [*tables, *(t for c in chapters for t in c.tables)]},
+        "figures": {drawing.name: figure_values(drawing) for chapter in chapters for drawing in chapter.drawings},
+        "looks": {label: [look.colour, look.dash] for label, look in looks.items()},
+        "first": {chapter.results.section.slug: leading_rows(chapter.results) for chapter in chapters},
+        "always": [OF_EVENTS],
+    }
 
 
 def _file(name: str) -> str:
@@ -162,28 +166,21 @@ def _file(name: str) -> str:
 
 
 def _chapter(results: Results) -> Chapter:
-    section, drawn = results.section, without_sweeps(results.section)
-    limits = _limits([mean_matrix(row) for row in drawn.rows])
-    looks = {row.label: stroke(place) for place, row in enumerate(section.rows)}
-    shown = {row.label: looks[row.label] for row in drawn.rows}
-    found = answers(results, looks)
+    section = results.section
+    found = answers(results)
     return Chapter(
         results=results,
-        findings=_findings(results),
+        sentences=opening.sentences(results),
+        digest=opening.digest(results),
+        forest=opening.forest(results),
         headline=headline_with_costs(results),
-        parts=tuple(part for part in found if isinstance(part, Part)),
+        lines=_over_slices(without_sweeps(section)),
+        parts=(*(part for part in found if isinstance(part, Part)), *_details(results)),
         missing=tuple(part for part in found if isinstance(part, Missing)),
-        distances=distances(results),
-        strata=(strata(section, "sampled"), strata(section, "full")),
-        time=wall_clock(section),
-        legend=tuple((swatch(look), label) for label, look in shown.items()),
-        lines=(_accuracy_drawing(drawn, looks), _forgetting_drawing(drawn, looks)),
-        heat_maps=tuple(_heat_drawing(section.slug, place, row, limits) for place, row in enumerate(drawn.rows)),
-        limits=limits,
     )
 
 
-def answers(results: Results, looks: Mapping[str, Stroke]) -> tuple[Part | Missing, ...]:
+def answers(results: Results) -> tuple[Part | Missing, ...]:
     """Every question of the paper, in its order, answered or not."""
     section = results.section
     return (
@@ -191,66 +188,38 @@ def answers(results: Results, looks: Mapping[str, Stroke]) -> tuple[Part | Missi
         equal_bytes(results),
         ablation_part(section),
         sensitivity(section),
-        adaptation(section, looks),
-        frontier_part(results, looks),
+        adaptation(section),
+        frontier_part(results),
         tradeoff(results),
         *benefits(results),
-        *fairness(without_sweeps(section), looks),
+        *fairness(without_sweeps(section)),
         efficiency(section),
         device_memory(section),
     )
 
 
-def _findings(results: Results) -> tuple[str, ...]:
-    """One sentence for the paper's protocol and one for the hardest reading."""
-    sentences = []
-    for key, words in (
-        (key_of(MAIN), "All events, sampled candidates"),
-        ("ndcg@10/full/novel", "Novel events, full ranking"),
-    ):
-        best, value = results.best(key)
-        trivial, bar = results.best(key, trivial=True)
-        if best:
-            rest = f"; the best trivial row, {trivial}, has {number(bar)}" if trivial and trivial != best else ""
-            note = ", a trivial row" if best == trivial else ""
-            sentences.append(f"{words}: {best}{note} leads with NDCG@10 {number(value)}{rest}.")
-    return tuple(sentences)
+def _over_slices(section: Section) -> tuple[Drawing, Drawing]:
+    """Accuracy right after each slice, and what was forgotten so far."""
+    matrices = {row.label: [main_matrix(run) for run in row.runs] for row in section.rows}
+    accuracy = [Curve(label, np.array([np.diagonal(a)[1:] for a in own])) for label, own in matrices.items()]
+    forgotten = [Curve(label, np.array([af_over_time(a)[1:] for a in own])) for label, own in matrices.items()]
+    return (
+        line_drawing(f"{section.slug}-accuracy", "NDCG@10 right after each slice, A[t, t]", "A[t, t]", accuracy),
+        line_drawing(f"{section.slug}-forgetting", "Average forgetting so far, AF(t)", "AF(t)", forgotten),
+    )
 
 
-def _accuracy_drawing(section: Section, looks: Mapping[str, Stroke]) -> Drawing:
-    curves = _curves(section, looks, lambda run: np.diagonal(main_matrix(run))[1:])
-    return _line_drawing(f"{section.slug}-accuracy", "NDCG@10 right after each slice, A[t, t]", "A[t, t]", curves)
-
-
-def _forgetting_drawing(section: Section, looks: Mapping[str, Stroke]) -> Drawing:
-    curves = _curves(section, looks, lambda run: af_over_time(main_matrix(run))[1:])
-    return _line_drawing(f"{section.slug}-forgetting", "Average forgetting so far, AF(t)", "AF(t)", curves)
-
-
-def _curves(section: Section, looks: Mapping[str, Stroke], values: Any) -> list[Curve]:
-    return [Curve(row.label, looks[row.label], np.array([values(run) for run in row.runs])) for row in section.rows]
-
-
-def _line_drawing(name: str, caption: str, axis: str, curves: Sequence[Curve]) -> Drawing:
-    svg = line_plot(curves, first_slice=1, title=axis, name=name)
-    tidy = [
-        (curve.label, seed, t + 1, float(value))
-        for curve in curves
-        for (seed, t), value in np.ndenumerate(curve.values)
-    ]
-    return Drawing(name, caption, svg, to_csv(["method", "run", "slice", axis], tidy))
-
-
-def _heat_drawing(slug: str, place: int, row: Row, limits: tuple[float, float]) -> Drawing:
-    matrix = mean_matrix(row)
-    svg = heat_map(matrix, limits=limits, label=row.label)
-    tidy = [(s, t, float(value)) for (s, t), value in np.ndenumerate(matrix)]
-    return Drawing(f"{slug}-heat-{place}", row.label, svg, to_csv(["slice_tested", "slice_trained", "ndcg@10"], tidy))
-
-
-def _limits(matrices: Sequence[np.ndarray]) -> tuple[float, float]:
-    known = np.concatenate([matrix[np.isfinite(matrix)] for matrix in matrices])
-    return (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
+def _details(results: Results) -> tuple[Part, ...]:
+    """What answers no question of the paper by itself: every slice after every slice, kinds of events, distances."""
+    section, apart = results.section, distances(results)
+    matrices = {row.label: mean_matrix(row) for row in without_sweeps(section).rows}
+    maps = heat_maps(f"{section.slug}-heat", "NDCG@10 of slice s with the model after slice t", matrices)
+    kinds = (strata(section, "sampled"), strata(section, "full"))
+    parts = [Part(f"{section.slug}-every-slice", "Every slice after every slice", MAPS, drawings=(maps,))]
+    parts.append(Part(f"{section.slug}-kinds", "By kind of event", "", kinds))
+    if apart:
+        parts.append(Part(f"{section.slug}-distances", "Distance to the best row", APART, (apart,)))
+    return tuple(parts)
 
 
 def _row_summary(results: Results, row: Row) -> dict[str, Any]:

@@ -3,23 +3,19 @@
 import math
 from collections.abc import Mapping, Sequence
 
-import numpy as np
-
 from protofed.evaluation.adaptation import Adaptation, AdaptationSummary, aggregate, converged_value, steps_to_fraction
-from protofed.report.figures import Curve, line_plot
+from protofed.report.charts import finite_rows
 from protofed.report.journal import traces
-from protofed.report.layout import MISSING, Cell, Column, Drawing, Line, Missing, Part, Table, number, to_csv
-from protofed.report.plots import Point, scatter
+from protofed.report.layout import MISSING, Cell, Column, Drawing, Line, Missing, Part, Table, number
 from protofed.report.runs import Run
 from protofed.report.sections import Row, Section
-from protofed.report.svg import Stroke, swatch
 from protofed.report.tables import MAIN, Results, key_of
 
 STEPS = "Steps to 95 %"
 FRONTIER = "Forgetting against accuracy"
 
 
-def adaptation(section: Section, looks: Mapping[str, Stroke]) -> Part | Missing:
+def adaptation(section: Section) -> Part | Missing:
     """When each row's validation NDCG@10 first reaches 95 % of its best, slice by slice."""
     found = {row.label: by_slice(row) for row in section.rows}
     found = {label: slices for label, slices in found.items() if slices}
@@ -35,24 +31,19 @@ def adaptation(section: Section, looks: Mapping[str, Stroke]) -> Part | Missing:
         + (" Every row starts there in every slice, so there is nothing to draw." if at_once else "")
         + (f" No trace: {', '.join(quiet)}." if quiet else "")
     )
-    drawings = () if at_once else (_drawing(section, summaries, looks),)
-    legend = tuple((swatch(looks[label]), label) for label in found)
-    return Part(f"{section.slug}-steps-part", STEPS, note, (_table(section, found),), drawings, legend)
+    drawings = () if at_once else (_drawing(section, summaries),)
+    return Part(f"{section.slug}-steps-part", STEPS, note, (_table(section, found),), drawings)
 
 
-def _drawing(
-    section: Section, summaries: Mapping[str, Mapping[int, AdaptationSummary]], looks: Mapping[str, Stroke]
-) -> Drawing:
-    name = f"{section.slug}-steps"
-    curves = [Curve(label, looks[label], _samples(slices, section.n_slices)) for label, slices in summaries.items()]
-    svg = line_plot(curves, first_slice=1, title="windows to 95 %", name=name, from_zero=True)
-    header = ["method", "slice", "steps", "windows", "start", "best", "censored", "traces"]
-    tidy = [
-        (label, t, s.steps, s.samples, s.start, s.converged, s.censored_fraction, s.n_traces)
+def _drawing(section: Section, summaries: Mapping[str, Mapping[int, AdaptationSummary]]) -> Drawing:
+    header = ("method", "slice", "windows", "std", "steps", "start", "best", "censored", "traces")
+    rows = tuple(
+        (label, t, s.samples, math.nan, s.steps, s.start, s.converged, s.censored_fraction, s.n_traces)
         for label, slices in summaries.items()
         for t, s in slices.items()
-    ]
-    return Drawing(name, "Training windows until 95 % of the best, median over seeds", svg, to_csv(header, tidy))
+    )
+    caption = "Training windows until 95 % of the best, median over seeds"
+    return Drawing(f"{section.slug}-steps", caption, "lines", header, rows, "slice", "windows to 95 %", from_zero=True)
 
 
 def by_slice(row: Row) -> dict[int, list[Adaptation]]:
@@ -64,28 +55,19 @@ def by_slice(row: Row) -> dict[int, list[Adaptation]]:
     return dict(sorted(found.items()))
 
 
-def frontier_part(results: Results, looks: Mapping[str, Stroke]) -> Part | Missing:
+def frontier_part(results: Results) -> Part | Missing:
     """Every row between AF and NDCG@10: the paper's two axes as one plane."""
-    rows = [_point(results, row, looks[row.label]) for row in results.section.rows]
-    points = [point for point in rows if math.isfinite(point.x) and math.isfinite(point.y)]
-    if len(points) < 2:
+    estimates = {row.label: results.estimates[row.label] for row in results.section.rows}
+    both = {label: (own["AF"], own[key_of(MAIN)]) for label, own in estimates.items()}
+    rows = finite_rows([(label, af.mean, y.mean, af.std, y.std) for label, (af, y) in both.items()])
+    if len(rows) < 2:
         return Missing(FRONTIER, "fewer than two rows have both AF and NDCG@10")
     name = f"{results.section.slug}-frontier"
-    svg = scatter(points, x="AF (less is better)", y="NDCG@10", name=name, about="NDCG@10 against AF, a point per row")
-    tidy = [(p.label, p.x, p.x_std, p.y, p.y_std) for p in points]
-    csv = to_csv(["method", "AF", "AF_std", "ndcg@10", "ndcg@10_std"], tidy)
-    drawing = Drawing(name, "NDCG@10 against AF, whiskers one standard deviation over seeds", svg, csv)
-    note = (
-        "Up and to the left is better; the rows that no other beats in both are named. AF slice by slice is drawn "
-        "under Over the slices."
-    )
-    legend = tuple((swatch(p.look), p.label) for p in points)
-    return Part(f"{name}-part", FRONTIER, note, drawings=(drawing,), legend=legend)
-
-
-def _point(results: Results, row: Row, look: Stroke) -> Point:
-    forgotten, accuracy = (results.estimates[row.label][key] for key in ("AF", key_of(MAIN)))
-    return Point(row.label, look, forgotten.mean, accuracy.mean, forgotten.std, accuracy.std)
+    header = ("method", "AF", "ndcg@10", "AF_std", "ndcg@10_std")
+    caption = "NDCG@10 against AF, whiskers one standard deviation over seeds"
+    drawing = Drawing(name, caption, "points", header, rows, "AF (less is better)", "NDCG@10")
+    note = "Up and to the left is better. Grey: rows that are not chosen. AF slice by slice is under Over the slices."
+    return Part(f"{name}-part", FRONTIER, note, drawings=(drawing,))
 
 
 def _table(section: Section, found: Mapping[str, Mapping[int, Sequence[Adaptation]]]) -> Table:
@@ -101,10 +83,8 @@ def _table(section: Section, found: Mapping[str, Mapping[int, Sequence[Adaptatio
     order = sorted(whole, key=lambda label: (whole[label].samples, label))
     trivial = {row.label: row.is_trivial for row in section.rows}
     lines = tuple(Line(label, _cells(whole[label]), trivial[label]) for label in order)
-    header = ["method", "steps", "windows", "censored", "start", "best"]
-    tidy = [(label, w.steps, w.samples, w.censored_fraction, w.start, w.converged) for label, w in whole.items()]
     caption = "Medians over slices and seeds"
-    return Table(f"{section.slug}-steps-table", caption, columns, lines, csv=to_csv(header, tidy))
+    return Table(f"{section.slug}-steps-table", caption, columns, lines)
 
 
 def _cells(summary: AdaptationSummary) -> tuple[Cell, ...]:
@@ -115,11 +95,6 @@ def _cells(summary: AdaptationSummary) -> tuple[Cell, ...]:
 
 def _whole(value: float) -> str:
     return "∞" if math.isinf(value) else MISSING if math.isnan(value) else f"{value:,.0f}"
-
-
-def _samples(summaries: Mapping[int, AdaptationSummary], n_slices: int) -> np.ndarray:
-    values = [summaries[t].samples if t in summaries else math.nan for t in range(1, n_slices + 1)]
-    return np.array([[value if math.isfinite(value) else math.nan for value in values]])
 
 
 def _batch(run: Run) -> int:

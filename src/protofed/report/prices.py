@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from protofed.errors import MissingExtra
 from protofed.privacy.accountant import Adversary, adjacency, epsilon, rounded_up
 from protofed.privacy.ledger import Ledger, Trust
-from protofed.report.layout import MISSING, Cell, Column, Line, Table, to_csv
+from protofed.report.layout import MISSING, Cell, Column, Line, Table
 from protofed.report.runs import Run
 from protofed.report.sections import Section
 
+Terms = tuple[Ledger, float, Trust]  # ledger, δ and trust
 UNPRICED = "dp-accounting is not installed, so ε is unknown here; `protofed privacy --ledger FILE` computes it"
 
 
@@ -36,24 +37,20 @@ class Price:
         return f"ε = {epsilon_text(self.released)}, δ = {self.delta:g}, {self.trust} trust"
 
 
-def price(run: Run) -> Price:
-    """What the run's ledger comes to."""
-    return _price(*_terms(run))
-
-
-def _price(ledger: Ledger, delta: float, trust: Trust) -> Price:
+def price_of(ledger: Ledger, delta: float, trust: Trust) -> Price:
+    """What a ledger comes to."""
     released, server = (_priced(ledger, delta, trust, adversary) for adversary in ("release", "server"))
     return Price(ledger, delta, trust, released, server)
 
 
 def prices_of(section: Section) -> dict[str, Price]:
     """The price of every row that released something, by its label: that of the dearest of its seeds."""
-    terms = {row.label: [_terms(run) for run in row.runs if run.releases] for row in section.rows}
-    known = {one: _price(*one) for one in dict.fromkeys(one for own in terms.values() for one in own)}  # each once
+    terms = {row.label: [terms_of(run) for run in row.runs if run.releases] for row in section.rows}
+    known = {one: price_of(*one) for one in dict.fromkeys(one for own in terms.values() for one in own)}  # each once
     return {label: max((known[one] for one in own), key=_dearness) for label, own in terms.items() if own}
 
 
-def _terms(run: Run) -> tuple[Ledger, float, Trust]:
+def terms_of(run: Run) -> Terms:
     """All that ε is computed from."""
     return run.releases, float(run.config.get("privacy", {}).get("delta", 1e-5)), run.trust
 
@@ -98,12 +95,7 @@ def privacy_table(prices: Sequence[tuple[str, str, Price]]) -> Table | None:
         Column("neighbouring logs", ranked=False, text=True),
         Column("releases", ranked=False, text=True),
     )
-    tidy = [
-        (title, label, p.released, p.server, p.delta, p.trust, adjacency(p.trust), inputs(p.ledger))
-        for title, label, p in prices
-    ]
-    header = ["dataset", "method", "epsilon_release", "epsilon_server", "delta", "trust", "adjacency", "releases"]
-    return Table("prices", "", columns, lines, csv=to_csv(header, tidy), corner="private row")
+    return Table("prices", "", columns, lines, corner="private row")
 
 
 def _price_cells(found: Price) -> tuple[Cell, ...]:

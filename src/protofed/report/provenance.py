@@ -1,37 +1,19 @@
 """Where the numbers come from: releases, environments, commands and configs."""
 
 import json
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from protofed.config import flatten
 from protofed.privacy.ledger import SHARE, claim
+from protofed.report.layout import Cell, Column, Line, Table
 from protofed.report.runs import Run
-from protofed.report.sections import Row, Section
+from protofed.report.sections import Row, Section, flat_settings
 
 DELTA = 1e-5  # the config's default
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """What the seeds of a row released, where they released the same: alike releases counted together."""
-
-    label: str
-    folders: str
-    releases: tuple[tuple[str, int], ...]  # a release in words, how many times
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The config of a row, verbatim, with the folders and seeds it stands for."""
-
-    title: str
-    seeds: str
-    folders: str
-    text: str
 
 
 def claim_of(runs: Iterable[Run]) -> str:
@@ -40,18 +22,6 @@ def claim_of(runs: Iterable[Run]) -> str:
     deltas = {float(run.config.get("privacy", {}).get("delta", DELTA)) for run in private}
     shares = [run.environment.get(SHARE) for run in private]
     return claim(deltas or {DELTA}, [share for share in shares if share is not None] if None not in shares else ())
-
-
-def releases(sections: Sequence[Section]) -> tuple[Released, ...]:
-    """The rows that released something, and what; seeds with different ledgers apart."""
-    found = []
-    for title, row in [(section.title, row) for section in sections for row in section.rows]:
-        ledgers = {run.seed: _counted(run.ledger) for run in row.runs if run.ledger}
-        for ledger in dict.fromkeys(ledgers.values()):
-            runs = [run for run in row.runs if ledgers.get(run.seed) == ledger]
-            label = f"{title}, {row.label}, seed {', '.join(str(run.seed) for run in runs)}"
-            found.append(Released(label, ", ".join(f"{run.folder}/ledger.json" for run in runs), ledger))
-    return tuple(found)
 
 
 def environments(sections: Sequence[Section]) -> tuple[tuple[str, str], ...]:
@@ -70,35 +40,44 @@ def widths(sections: Sequence[Section]) -> tuple[int, ...]:
 
 
 def commands(sections: Sequence[Section]) -> tuple[str, ...]:
-    """The command of every run that kept it, without repeats."""
+    """The commands that runs kept, one for all that differ in their seed and their folder alone."""
     found = [run.environment.get("command") for _, _, run in _all(sections)]
     lines = [
         shlex.join(map(str, command)) if isinstance(command, list) else str(command) for command in found if command
     ]
-    return tuple(dict.fromkeys(lines))
+    return tuple(dict.fromkeys(re.sub(r" --(seed|out)[ =]\S+", "", line) for line in lines))
 
 
-def settings(sections: Sequence[Section]) -> tuple[Settings, ...]:
-    """The config of each row; its seeds differ in nothing that decides a number."""
-    return tuple(
-        Settings(
+def usual_settings(sections: Sequence[Section]) -> dict[str, Any]:
+    """The value of each setting that most rows of the page have, by dotted names."""
+    own = [flat_settings(row.runs[0]) for section in sections for row in section.rows]
+    keys = dict.fromkeys(key for settings in own for key in settings)
+    counts = {key: Counter(_text(settings.get(key)) for settings in own).most_common(1)[0][0] for key in keys}
+    return {key: value for key, value in counts.items() if value != "null"}
+
+
+def settings_table(sections: Sequence[Section]) -> Table:
+    """What each row has otherwise than most, and its seeds."""
+    usual = usual_settings(sections)
+    columns = (Column("seeds", ranked=False, text=True), Column("settings", ranked=False, text=True))
+    lines = tuple(
+        Line(
             f"{section.title}: {row.label}",
-            ", ".join(map(str, row.seeds)),
-            ", ".join(run.folder for run in row.runs),
-            row.runs[0].config_text,
+            (Cell(" ".join(map(str, row.seeds))), Cell(_differing(flat_settings(row.runs[0]), usual))),
         )
         for section in sections
         for row in section.rows
     )
+    return Table("settings", "What a row has otherwise", columns, lines)
+
+
+def _differing(own: Mapping[str, Any], usual: Mapping[str, Any]) -> str:
+    texts = {key: _text(own.get(key)) for key in {**usual, **own}}
+    return ", ".join(f"{key} = {text}" for key, text in texts.items() if text != usual.get(key, "null"))
 
 
 def _all(sections: Sequence[Section]) -> list[tuple[Section, Row, Run]]:
     return [(section, row, run) for section in sections for row in section.rows for run in row.runs]
-
-
-def _counted(ledger: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, int], ...]:
-    words = (", ".join(f"{key} {_text(value)}" for key, value in release.items()) for release in ledger)
-    return tuple(Counter(words).items())
 
 
 def _values(values: Sequence[str], n_runs: int) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from protofed.config import RunConfig, flatten
-from protofed.methods.catalogue import METHODS, has_modes
+from protofed.methods.catalogue import METHODS, has_modes, private_by_itself
 from protofed.methods.labels import method_label
 from protofed.methods.names import OURS
 from protofed.report.runs import Run, Unfinished
@@ -137,6 +137,12 @@ def method_name(config: Mapping[str, Any]) -> str:
         private=private,
         variant=config.get("variant") or "standard",
     )
+
+
+def is_noised(config: Mapping[str, Any]) -> bool:
+    """Whether the settings ask for noise: ProtoFed-SP's private mode does, and what is wrapped."""
+    ours = private_by_itself(config["method"], config.get("protofed", {}).get("mode", "reference"))
+    return bool(ours or config.get("privacy", {}).get("wrap", False))
 
 
 def _settings(run: Run | Unfinished) -> dict[str, Any]:

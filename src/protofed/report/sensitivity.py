@@ -5,10 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from protofed.evaluation.significance import mean_and_std
-from protofed.report.layout import Drawing, Missing, Part, to_csv
-from protofed.report.plots import Band, band_plot
+from protofed.report.layout import Drawing, Missing, Part
 from protofed.report.sections import Section, method_name, slug
-from protofed.report.svg import Stroke, stroke, swatch
 from protofed.report.tables import MAIN, mean_over_slices
 from protofed.report.variants import Sweep, sweeps
 
@@ -21,33 +19,26 @@ def sensitivity(section: Section) -> Part | Missing:
     if not found:
         return Missing(TITLE, "no rows of one method differ in exactly one numeric setting")
     settings = list(dict.fromkeys(sweep.setting for sweep in found))
-    names = list(dict.fromkeys(_family(sweep) for sweep in found))
-    looks = {name: stroke(place) for place, name in enumerate(names)}
-    drawings = tuple(
-        _drawing(section, setting, [s for s in found if s.setting == setting], looks) for setting in settings
-    )
+    drawings = tuple(_drawing(section, setting, [s for s in found if s.setting == setting]) for setting in settings)
     note = (
         "NDCG@10, all events, sampled candidates; means over seeds, bands one standard deviation to either side. All "
         "else is equal along a line."
     )
-    legend = tuple((swatch(look), name) for name, look in looks.items())
-    return Part(f"{section.slug}-sensitivity", TITLE, note, drawings=drawings, legend=legend, small=True)
+    return Part(f"{section.slug}-sensitivity", TITLE, note, drawings=drawings)
 
 
-def _drawing(section: Section, setting: str, found: Sequence[Sweep], looks: dict[str, Stroke]) -> Drawing:
-    name = f"{section.slug}-sensitivity-{slug(setting)}"
-    bands, tidy = [], []
-    for sweep in found:
-        by_row = [[mean_over_slices(run, MAIN) for run in row.runs] for _, row in sweep.points]
-        spread = [mean_and_std(np.array(values)) for values in by_row]
-        x = tuple(value for value, _ in sweep.points)
-        means, stds = tuple(m for m, _ in spread), tuple(s for _, s in spread)
-        bands.append(Band(_family(sweep), looks[_family(sweep)], x, means, stds))
-        tidy += [(row.label, setting, value, *pair) for (value, row), pair in zip(sweep.points, spread, strict=True)]
-    about = f"NDCG@10 along {setting}"
-    svg = band_plot(bands, (), x=setting, y="NDCG@10", name=name, about=about)
-    return Drawing(name, setting, svg, to_csv(["method", "setting", "value", "mean", "std"], tidy))
+def _drawing(section: Section, setting: str, found: Sequence[Sweep]) -> Drawing:
+    names = [method_name(sweep.points[0][1].runs[0].config) for sweep in found]
+    rows = [
+        (line, value, *mean_and_std(np.array([mean_over_slices(run, MAIN) for run in row.runs])))
+        for line, sweep in zip(apart(names), found, strict=True)
+        for value, row in sweep.points
+    ]
+    header, name = ("method", "value", "mean", "std"), f"{section.slug}-sensitivity-{slug(setting)}"
+    return Drawing(name, setting, "lines", header, tuple(rows), setting, "NDCG@10")
 
 
-def _family(sweep: Sweep) -> str:
-    return method_name(sweep.points[0][1].runs[0].config)
+def apart(names: Sequence[str]) -> list[str]:
+    """Names that are told apart: `a`, `b`, `a (2)`."""
+    seen = [names[:place].count(name) for place, name in enumerate(names)]
+    return [f"{name} ({before + 1})" if before else name for name, before in zip(names, seen, strict=True)]

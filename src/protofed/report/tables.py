@@ -1,7 +1,7 @@
-"""The numbers of a section: headline, distance to the best row, strata and wall clock."""
+"""The numbers of a section: headline, distance to the best row and strata."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +11,7 @@ from protofed.evaluation.forgetting import af, bwt, final_accuracy, fwt
 from protofed.evaluation.ranking import uniform_reference
 from protofed.evaluation.significance import Interval, mean_and_std
 from protofed.report.intervals import Intervals, bootstrap
-from protofed.report.layout import Cell, Column, Estimate, Line, Table, interval, number, table_of_estimates, to_csv
+from protofed.report.layout import Cell, Column, Estimate, Line, Table, interval, number, table_of_estimates
 from protofed.report.prices import Price, prices_of
 from protofed.report.runs import Matrix, Measure, Run
 from protofed.report.sections import Row, Section
@@ -134,18 +134,11 @@ def distances(results: Results) -> Table | None:
         )
         for label, gaps in rows
     ]
-    tidy = [
-        (label, *pair, results.intervals[pair].best, gap.mean, gap.low, gap.high)
-        for label, gaps in rows
-        for pair, gap in zip(pairs, gaps, strict=True)
-        if gap
-    ]
     return Table(
         f"{results.section.slug}-distance",
         "NDCG@10 minus that of the best row, with 95 % paired bootstrap interval over users",
         tuple(columns),
         tuple(lines),
-        csv=to_csv(["method", "candidates", "subset", "minus", "mean", "low95", "high95"], tidy),
     )
 
 
@@ -165,24 +158,6 @@ def strata(section: Section, candidates: str) -> Table:
     counts = Line("queries", tuple(_count_cell(_n_queries(section, measure)) for measure in measures))
     caption = f"NDCG@10 by kind of event, {_ranked(candidates, section)}"
     return table_of_estimates(f"{section.slug}-strata-{candidates}", caption, columns, rows, (counts,))
-
-
-def wall_clock(section: Section) -> Table | None:
-    """Seconds spent in each stage, mean over seeds; None where no run kept the time."""
-    stages = sorted({stage for row in section.rows for run in row.runs for stage in run.seconds}, key=_stage_order)
-    if not stages:
-        return None
-    columns = [Column(stage, "seconds", ranked=False) for stage in stages]
-    rows = [
-        (row.label, row.is_trivial, [_over_seeds(row, lambda run, s=s: run.seconds.get(s, math.nan)) for s in stages])  # type: ignore[misc]
-        for row in section.rows
-    ]
-    cells = table_of_estimates(f"{section.slug}-time", "Wall clock in seconds, mean over seeds", columns, rows)
-    lines = tuple(
-        Line(line.label, tuple(Cell(number(c.value, 1), value=c.value) for c in line.cells), line.trivial)
-        for line in cells.lines
-    )
-    return Table(cells.name, cells.caption, cells.columns, lines, csv=cells.csv)
 
 
 def mean_matrix(row: Row) -> Float[np.ndarray, "S S"]:
@@ -236,8 +211,3 @@ def _count_cell(count: int) -> Cell:
 
 def _ranked(candidates: str, section: Section) -> str:
     return "full ranking" if candidates == "full" else f"1 positive + {section.n_candidates - 1} sampled negatives"
-
-
-def _stage_order(stage: str) -> tuple[int, str]:
-    order: Sequence[str] = ("warm-up", "learn", "evaluate")
-    return (order.index(stage) if stage in order else len(order), stage)

@@ -7,12 +7,10 @@ from functools import partial
 import numpy as np
 
 from protofed.evaluation.significance import mean_and_std
-from protofed.report.layout import Drawing, Missing, Part, to_csv
-from protofed.report.plots import Band, Level, band_plot
+from protofed.report.layout import Drawing, Missing, Part
 from protofed.report.prices import UNPRICED, Price
 from protofed.report.runs import Run
 from protofed.report.sections import Row, Section, method_name
-from protofed.report.svg import stroke, swatch
 from protofed.report.tables import MAIN, Results, continual, mean_over_slices
 from protofed.report.variants import noise_sweeps, without
 
@@ -21,7 +19,7 @@ MODE = ("protofed.mode", "privacy.wrap", "privacy.target_epsilon", "privacy.nois
 
 
 def tradeoff(results: Results) -> Part | Missing:
-    """NDCG@10 and AF against ε, a line per method; its rows without noise are dashed across."""
+    """NDCG@10 and AF against ε, a line per method; rows without noise lie across."""
     section, prices = results.section, results.prices
     groups = noise_sweeps(section)
     if not groups:
@@ -38,35 +36,25 @@ def tradeoff(results: Results) -> Part | Missing:
     )
     drawings = []
     for measure, caption, value in measures:
-        name = f"{section.slug}-privacy-{measure[:2].lower()}"
-        bands = [_band(names[i], i, rows, value, level) for i, rows in enumerate(groups)]
-        levels = [
-            Level(row.label, stroke(i), float(np.mean([value(run) for run in row.runs])))
-            for i, row in enumerate(free)
+        points = [
+            point for name, rows in zip(names, groups, strict=True) for point in _points(name, rows, value, level)
+        ]
+        points += [
+            (row.label, math.inf if priced else 0.0, float(np.mean([value(run) for run in row.runs])), math.nan)
+            for row in free
             if row
         ]
-        svg = band_plot(bands, levels, x=x, y=measure, name=name, about=f"{measure} against {x}")
-        tidy = [(b.label, *point) for b in bands for point in zip(b.x, b.mean, b.std, strict=True)]
-        tidy += [(level.label, math.inf if priced else 0.0, level.mean, math.nan) for level in levels]
-        drawings.append(Drawing(name, caption, svg, to_csv(["method", x, "mean", "std"], tidy)))
-    legend = tuple((swatch(stroke(i)), name) for i, name in enumerate(names))
-    return Part(
-        f"{section.slug}-privacy",
-        TITLE,
-        _note(spent, free, priced=priced),
-        drawings=tuple(drawings),
-        legend=legend,
-        small=True,
-    )
+        name = f"{section.slug}-privacy-{measure[:2].lower()}"
+        drawings.append(Drawing(name, caption, "lines", ("method", x, "mean", "std"), tuple(points), x, measure))
+    return Part(f"{section.slug}-privacy", TITLE, _note(spent, free, priced=priced), drawings=tuple(drawings))
 
 
-def _band(
-    name: str, place: int, rows: Sequence[Row], value: Callable[[Run], float], level: Callable[[Row], float]
-) -> Band:
+def _points(
+    name: str, rows: Sequence[Row], value: Callable[[Run], float], level: Callable[[Row], float]
+) -> list[tuple[object, ...]]:
+    """Name, place on the axis, mean and standard deviation of every row that has a place, in order."""
     found = sorted((at, row.label, row.runs) for row in rows if math.isfinite(at := level(row)))
-    spread = [mean_and_std(np.array([value(run) for run in runs])) for _, _, runs in found]
-    x = tuple(at for at, _, _ in found)
-    return Band(name, stroke(place), x, tuple(m for m, _ in spread), tuple(s for _, s in spread))
+    return [(name, at, *mean_and_std(np.array([value(run) for run in runs]))) for at, _, runs in found]
 
 
 def _level(prices: Mapping[str, Price], row: Row, *, priced: bool) -> float:
@@ -91,5 +79,5 @@ def _note(spent: Sequence[Price], free: Sequence[Row | None], *, priced: bool) -
     if not priced:
         first = f"{UNPRICED}: the axis is the noise multiplier of the first stream."
     dashed = [row.label for row in free if row]
-    second = f" Dashed, without noise: {', '.join(dashed)}." if dashed else ""
+    second = f" Across, without noise: {', '.join(dashed)}." if dashed else ""
     return f"{first} Means over seeds, bands one standard deviation to either side.{second}"

@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 
 from protofed.evaluation.exposure import GROUPS
 from protofed.privacy.ledger import Release, write_ledger
+from protofed.report.layout import Cell, Table
 
 Users = Mapping[str, Sequence[int]]  # how many queries a user has in each slice 0..T
 Value = Callable[[int, int, str, str, str], float]  # (tested, trained, candidates, subset, metric)
@@ -37,6 +38,18 @@ def half_novel(n: int, subset: str) -> int:
 def table(text: str) -> list[dict[str, str]]:
     """The rows of a CSV by its header."""
     return list(csv.DictReader(io.StringIO(text)))
+
+
+def embedded(page: str) -> dict[str, Any]:
+    """The JSON that a page holds: its tables, its figures and what they share."""
+    _, _, rest = page.partition('<script type="application/json" id="data">')
+    return dict(json.loads(rest[: rest.index("</script>")]))
+
+
+def shown_in(table: Table) -> dict[str, dict[str, Cell]]:
+    """The cells of a table by row and heading."""
+    headings = [f"{column.group} {column.label}".strip() for column in table.columns]
+    return {line.label: dict(zip(headings, line.cells, strict=True)) for line in table.lines}
 
 
 def write_run(

@@ -8,26 +8,26 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from every_section import LEDGER, N_SLICES, USERS, WEAK, shares, write_every_section
-from run_folders import table, write_run
+from run_folders import shown_in, table, write_run
 
 from protofed.evaluation.fairness import user_disparity
 from protofed.evaluation.significance import PerUser, bootstrap_difference
 from protofed.privacy.accountant import gaussian_epsilon
-from protofed.report.ablations import ablation_part
-from protofed.report.costs import cost_of, count, device_memory, efficiency, equal_bytes, size
+from protofed.report.ablations import ablation_part, pair_with_full
+from protofed.report.charts import frontier
+from protofed.report.costs import cost_of, count, device_memory, duration, efficiency, equal_bytes, size
 from protofed.report.disparity import fairness
-from protofed.report.layout import Missing, Part
+from protofed.report.layout import Missing, Part, interval
 from protofed.report.opening import forest, overview, rows_to_compare, sentences
 from protofed.report.overall import equal_epsilon, headline_with_costs
 from protofed.report.page import answers
 from protofed.report.plasticity import adaptation, frontier_part
-from protofed.report.plots import frontier
 from protofed.report.runs import find_runs
 from protofed.report.sections import Section, group
 from protofed.report.sensitivity import sensitivity
-from protofed.report.svg import Stroke, stroke
-from protofed.report.tables import Results, compute
+from protofed.report.tables import MAIN, Results, compute
 from protofed.report.tradeoff import tradeoff
+from protofed.report.variants import ablations
 from protofed.seeds import seed_of
 
 FULL, ABLATED = "protofed-sp (reference)", "protofed-sp (reference, without long)"
@@ -47,10 +47,6 @@ def results(root: Path) -> Results:
 @pytest.fixture(scope="module")
 def section(results: Results) -> Section:
     return results.section
-
-
-def looks(section: Section) -> dict[str, Stroke]:
-    return {row.label: stroke(place) for place, row in enumerate(section.rows)}
 
 
 def a_matrix(folder: Path) -> np.ndarray:
@@ -95,7 +91,7 @@ def part(found: Part | Missing) -> Part:
 
 
 def test_these_runs_fill_every_part(results: Results, section: Section) -> None:
-    found = answers(results, looks(section))
+    found = answers(results)
     assert [one.title for one in found if isinstance(one, Missing)] == []
     assert len({one.name for one in found if isinstance(one, Part)}) == len(found)
 
@@ -103,20 +99,23 @@ def test_these_runs_fill_every_part(results: Results, section: Section) -> None:
 def test_runs_that_contain_nothing_leave_one_line_for_each_part(tmp_path: Path) -> None:
     write_run(tmp_path / "run", lambda *_: 0.5, per_user=False)
     (only,) = group(find_runs(tmp_path)[0])
-    found = answers(compute(only), looks(only))
+    found = answers(compute(only))
     assert [one.title for one in found if isinstance(one, Part)] == ["Efficiency"]
     assert all(one.why and "\n" not in one.why for one in found if isinstance(one, Missing))
 
 
 def test_an_ablation_is_the_paired_difference_on_the_common_seed(root: Path, section: Section) -> None:
     (shown,) = part(ablation_part(section)).tables
-    (row,) = [row for row in table(shown.csv) if row["measure"] == "sampled/all/ndcg@10"]
+    (one,) = [one for one in ablations(section) if one.row.label == ABLATED]
     ours, full = (by_user(root / name) for name in ("no-long", "sp-0"))
     rng = np.random.default_rng(seed_of(0, "report", section.slug, "ablation", "sampled", "all", "ndcg@10"))
     slow = bootstrap_difference(*(PerUser(sums[:, 1:], counts[:, 1:]) for sums, counts in (ours, full)), rng)
-    assert (row["method"], row["minus"], row["seeds"]) == (ABLATED, FULL, "0")
-    read = [float(row[name]) for name in ("mean", "low95", "high95", "p_value")]
-    assert read == pytest.approx([slow.mean, slow.low, slow.high, slow.p_value], rel=1e-5)
+    assert (one.full.label, one.seeds) == (FULL, (0,))
+    gap = pair_with_full(one, MAIN, section.slug)
+    assert gap is not None
+    assert [gap.mean, gap.low, gap.high, gap.p_value] == pytest.approx([slow.mean, slow.low, slow.high, slow.p_value])
+    cell = shown_in(shown)[ABLATED]["NDCG@10 sampled, all minus full"]
+    assert (cell.value, cell.interval) == (pytest.approx(slow.mean), interval(slow.low, slow.high))
     assert slow.mean == pytest.approx(accuracy(root / "no-long") - accuracy(root / "sp-0"))
     assert shown.lines[0].marked
     assert shown.lines[1].cells[-1].value == pytest.approx(forgetting(root / "no-long") - forgetting(root / "sp-0"))
@@ -133,7 +132,7 @@ def test_sensitivity_is_the_mean_and_spread_over_seeds_at_each_value(root: Path,
 
 
 def test_steps_are_the_first_point_that_reaches_95_percent_of_the_best(section: Section) -> None:
-    found = part(adaptation(section, looks(section)))
+    found = part(adaptation(section))
     rows = table(found.drawings[0].csv)
     assert [row["slice"] for row in rows] == ["1", "2", "3", "4"]
     # 0.2, 0.4, 0.5, 0.49 after 0, 10, 20, 30 steps of 64 windows: 0.475 is reached with the third
@@ -143,7 +142,7 @@ def test_steps_are_the_first_point_that_reaches_95_percent_of_the_best(section: 
 
 
 def test_the_plane_holds_forgetting_and_accuracy_of_every_row(root: Path, results: Results, section: Section) -> None:
-    (drawing,) = part(frontier_part(results, looks(section))).drawings
+    (drawing,) = part(frontier_part(results)).drawings
     rows = {row["method"]: row for row in table(drawing.csv)}
     assert set(rows) == {row.label for row in section.rows}
     assert float(rows["fedavg"]["AF"]) == pytest.approx(forgetting(root / "fedavg"), rel=1e-5)
@@ -199,16 +198,16 @@ def test_without_dp_accounting_the_axis_is_the_noise_and_the_page_says_so(
 
 
 def test_fairness_is_the_gap_between_thirds_by_queries_so_far(root: Path, section: Section) -> None:
-    found = part(fairness(section, looks(section))[0])
-    read = {(r["method"], r["run"], int(r["slice"])): float(r["disparity"]) for r in table(found.drawings[0].csv)}
+    found = part(fairness(section)[0])
+    read = {(r["method"], int(r["slice"])): float(r["|busy - quiet|"]) for r in table(found.drawings[0].csv)}
     sums, counts = by_user(root / "ewc")
     for t in range(1, N_SLICES + 1):
         slow = user_disparity(sums[:, t], counts[:, t], counts[:, : t + 1].sum(1)).disparity
-        assert read["ewc (private)", "0", t] == pytest.approx(slow, rel=1e-4, abs=1e-9)
+        assert read["ewc (private)", t] == pytest.approx(slow, rel=1e-4, abs=1e-9)
 
 
 def test_exposure_is_each_groups_share_beside_its_share_of_events(root: Path, section: Section) -> None:
-    found = part(fairness(section, looks(section))[1])
+    found = part(fairness(section)[1])
     told = {
         (row["slice_tested"], row["metric"]): row["value"]
         for row in pq.read_table(root / "ewc" / "metrics.parquet").to_pylist()
@@ -216,15 +215,15 @@ def test_exposure_is_each_groups_share_beside_its_share_of_events(root: Path, se
     }
     head, tail = (table(drawing.csv) for drawing in found.drawings[:2])
     for rows, group_ in ((head, "head"), (tail, "tail")):
-        read = {(r["method"], int(r["slice"])): float(r[f"share_{group_}"]) for r in rows if r["run"] == "0"}
+        read = {(r["method"], int(r["slice"])): float(r[f"share of {group_} items"]) for r in rows}
         for t in range(1, N_SLICES + 1):
             assert read["ewc (private)", t] == pytest.approx(told[t, f"exposure_{group_}@10"])
             assert read["test events", t] == pytest.approx(told[t, f"events_{group_}"])
-    lines = {row["method"]: row for row in table(found.tables[0].csv)}
+    lines = shown_in(found.tables[0])
     mean = np.mean([told[t, "exposure_head@10"] for t in range(1, N_SLICES + 1)])
-    assert float(lines["ewc (private)"]["head"]) == pytest.approx(mean)
-    assert float(lines["ewc (private)"]["head_above_events"]) == pytest.approx(mean - 0.5)
-    assert [float(lines["test events"][group_]) for group_ in ("head", "middle", "tail")] == [0.5, 0.3, 0.2]
+    assert lines["ewc (private)"]["share of Top-10 places head"].value == pytest.approx(mean)
+    assert lines["ewc (private)"]["head above events"].value == pytest.approx(mean - 0.5)
+    assert [cell.text for cell in found.tables[0].footer[0].cells[:3]] == ["0.500", "0.300", "0.200"]
 
 
 def test_item_disparity_is_the_distance_of_head_and_tail_slice_by_slice(tmp_path: Path) -> None:
@@ -236,24 +235,24 @@ def test_item_disparity_is_the_distance_of_head_and_tail_slice_by_slice(tmp_path
 
     write_run(tmp_path / "ewc", lambda *_: 0.5, method="ewc", shares=parted)
     (only,) = group(find_runs(tmp_path)[0])
-    found = part(fairness(only, looks(only))[1])
-    read = {(r["method"], int(r["slice"])): float(r["disparity"]) for r in table(found.drawings[2].csv)}
+    found = part(fairness(only)[1])
+    read = {(r["method"], int(r["slice"])): float(r["|head - tail|"]) for r in table(found.drawings[2].csv)}
     for t in (1, 2):
         assert read["ewc", t] == pytest.approx((0.6, 0.3)[t % 2])
         assert read["test events", t] == pytest.approx((0.3, 0.2)[t % 2])
-    lines = {row["method"]: float(row["disp_item"]) for row in table(found.tables[0].csv)}
-    assert lines["ewc"] == pytest.approx(np.mean([(0.6, 0.3)[t % 2] for t in (1, 2)]))
-    assert lines["test events"] == pytest.approx(np.mean([(0.3, 0.2)[t % 2] for t in (1, 2)]))
-    assert float(found.tables[0].footer[0].cells[-1].text) == pytest.approx(lines["test events"], abs=1e-3)
+    disp_item = shown_in(found.tables[0])["ewc"]["Disp_item"].value
+    assert disp_item == pytest.approx(np.mean([(0.6, 0.3)[t % 2] for t in (1, 2)]))
+    events = np.mean([(0.3, 0.2)[t % 2] for t in (1, 2)])
+    assert float(found.tables[0].footer[0].cells[-1].text) == pytest.approx(events, abs=1e-3)
 
 
 def test_rows_that_do_not_tell_exposure_are_named_and_none_is_a_reason(tmp_path: Path) -> None:
     write_run(tmp_path / "old", lambda *_: 0.5, method="ewc")
     (only,) = group(find_runs(tmp_path)[0])
-    assert isinstance(fairness(only, looks(only))[1], Missing)
+    assert isinstance(fairness(only)[1], Missing)
     write_run(tmp_path / "new", lambda *_: 0.5, method="lwf", shares=shares(0.1))
     (both,) = group(find_runs(tmp_path)[0])
-    found = part(fairness(both, looks(both))[1])
+    found = part(fairness(both)[1])
     assert found.note.endswith("Not told by ewc.")
     assert [line.label for line in found.tables[0].lines] == ["lwf"]
 
@@ -265,15 +264,14 @@ def test_memory_is_what_the_runs_told_and_its_sum(section: Section) -> None:
     cells = {line.label: [cell.text for cell in line.cells] for line in found.lines}
     assert cells[FULL] == ["2.09 MB", "2.00 MB", "90.0 kB", "4.10 kB", "820 B"]
     assert "fedavg" not in cells
-    (row,) = [row for row in table(found.csv) if row["method"] == FULL]
-    assert float(row["together"]) == pytest.approx(2e6 + 9e4 + 4096 + 820.5, rel=1e-5)
+    assert shown_in(found)[FULL]["together"].value == pytest.approx(2e6 + 9e4 + 4096 + 820.5)
 
 
 def test_costs_are_what_the_runs_told_and_blank_where_they_did_not(results: Results, section: Section) -> None:
     rows = {row.label: cost_of(row) for row in section.rows}
     assert (rows[FULL].bytes_up, rows[FULL].traffic, rows[FULL].trainable_parameters_per_user) == (65, 8257, 1024)
     assert rows[FULL].learn == 2.0
-    assert rows[FULL].minutes_per_slice == pytest.approx(2.0 / 60 / N_SLICES)
+    assert rows[FULL].slice_seconds == pytest.approx(2.0 / N_SLICES)
     assert math.isnan(rows["frozen"].bytes_up)
     shown = headline_with_costs(results)
     labels = [column.label for column in shown.columns][-5:]
@@ -282,11 +280,13 @@ def test_costs_are_what_the_runs_told_and_blank_where_they_did_not(results: Resu
     assert cells[FULL] == ["65 B", "8.19 kB", "640", "1.02 k", "2.0"]
     assert cells["frozen"] == ["–", "–", "–", "–", "2.0"]
     assert all(len(line.cells) == len(shown.columns) for line in (*shown.lines, *shown.footer))
-    (shared,) = [r for r in table(shown.csv) if (r["method"], r["column"]) == ("fedavg", "trainable shared")]
-    assert float(shared["mean"]) == 640
+    assert shown_in(shown)["fedavg"]["trainable shared"].value == 640
     (table_of,) = part(efficiency(section)).tables
-    (fedavg,) = [row for row in table(table_of.csv) if row["method"] == "fedavg"]
-    assert (float(fedavg["up_mb"]), float(fedavg["shared_m"])) == (0.004, 0.00064)
+    fedavg = shown_in(table_of)["fedavg"]
+    assert [fedavg[name].text for name in ("time a slice", "trainable shared")] == [
+        "500 ms",
+        "640",
+    ]
 
 
 def test_rows_go_by_their_bytes_with_ours_marked(results: Results) -> None:
@@ -308,6 +308,14 @@ def test_sizes_have_three_figures(value: float, bytes_: str, things: str) -> Non
     assert (size(value), count(value)) == (bytes_, things)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(1.2e-4, "< 1 ms"), (0.0, "0 s"), (0.034, "34 ms"), (3.42, "3.4 s"), (75.0, "1.2 min"), (7200.0, "2.0 h")],
+)
+def test_times_are_said_as_people_say_them(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
+
+
 def test_equal_epsilon_compares_the_private_rows_of_one_budget(results: Results) -> None:
     (shown,) = part(equal_epsilon(results)).tables
     assert [line.label for line in shown.lines] == [FULL, "ewc (private)"]
@@ -318,14 +326,14 @@ def test_equal_epsilon_compares_the_private_rows_of_one_budget(results: Results)
 
 
 def test_three_sentences_name_the_best_rows_and_what_is_beyond_chance(root: Path, results: Results) -> None:
-    private, overall, sure = sentences(results)
+    wins, private, loses = sentences(results)
     ours = np.mean([accuracy(root / f"sp-{seed}") for seed in (0, 1)])
-    assert private.startswith(f"Best private row: {FULL} with NDCG@10 {ours:.3f} (ε = ")
+    assert private.startswith(f"With privacy: {FULL} with NDCG@10 {ours:.3f} (ε = ")
     assert private.endswith(", of 2.")
     best, trivial = accuracy(root / "nodp"), accuracy(root / "frozen")
-    leads = f"Best row of all: protofed-sp (nodp) with NDCG@10 {best:.3f}"
-    assert overall == f"{leads} (best trivial row: frozen, {trivial:.3f})."
-    assert sure == "Beyond chance over users: protofed-sp (nodp) is ahead of all 6 other rows."
+    leads = f"Wins: protofed-sp (nodp) with NDCG@10 {best:.3f} (best trivial row: frozen, {trivial:.3f})"
+    assert wins == f"{leads}; ahead of all 6 other rows beyond chance."
+    assert loses == "Where ProtoFed-SP loses: nowhere; its best row, protofed-sp (nodp), leads every column."
 
 
 def test_a_release_without_noise_is_no_private_row(tmp_path: Path) -> None:
@@ -334,7 +342,7 @@ def test_a_release_without_noise_is_no_private_row(tmp_path: Path) -> None:
         write_run(tmp_path / method, lambda *_: 0.5, method=method, ledger=ledger)
     (only,) = group(find_runs(tmp_path)[0])
     found = compute(only)
-    assert "no row carries a privacy claim" in sentences(found)[0]
+    assert "no row carries a privacy claim" in sentences(found)[1]
     assert isinstance(equal_epsilon(found), Missing)
     assert {line.cells[-1].text for line in overview([found]).lines} == {"∞"}
 
@@ -344,7 +352,7 @@ def test_a_private_row_without_a_rival_is_said_to_be_the_only_one(tmp_path: Path
     write_run(tmp_path / "ours", lambda *_: 0.5, method="protofed-sp", ledger=ledger)
     write_run(tmp_path / "ewc", lambda *_: 0.5, method="ewc")
     (only,) = group(find_runs(tmp_path)[0])
-    assert sentences(compute(only))[0].endswith("), the only one.")
+    assert sentences(compute(only))[1].endswith("), the only one.")
 
 
 def test_rows_within_their_intervals_are_not_said_to_be_behind(tmp_path: Path) -> None:
@@ -356,8 +364,9 @@ def test_rows_within_their_intervals_are_not_said_to_be_behind(tmp_path: Path) -
     found = compute(only)
     gap = found.intervals["sampled", "all"].behind["si"]
     assert gap.low < gap.mean < 0 < gap.high
-    private, _, sure = sentences(found)
-    assert sure == "Beyond chance over users: ewc is ahead of 0 of 1 other rows, and not distinguishable from si."
+    wins, private, loses = sentences(found)
+    assert wins.endswith("; ahead of 0 of 1 other rows beyond chance, not distinguishable from si.")
+    assert loses == "There is no ProtoFed-SP row."
     assert "no row carries a privacy claim" in private
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from run_folders import write_run
 
 from protofed.report.runs import find_runs
-from protofed.report.sections import Section, distinct_labels, group, slug
+from protofed.report.sections import Section, distinct_labels, group, is_noised, slug
 
 
 def flat(*_: object) -> float:
@@ -110,6 +110,18 @@ def test_without_a_majority_the_default_goes_unsaid():
     settings = [{key: value} for value in ("fedkmeans", "barycenter", "geometric-median")]
     assert distinct_labels(["m"] * 3, settings) == ["m", f"m, {key}=barycenter", f"m, {key}=geometric-median"]
     assert distinct_labels(["m"] * 2, settings[1:]) == [f"m, {key}=barycenter", f"m, {key}=geometric-median"]
+
+
+def test_noise_is_asked_for_by_our_private_mode_and_by_what_is_wrapped(tmp_path: Path) -> None:
+    write_run(tmp_path / "plain", flat, method="ewc")
+    write_run(tmp_path / "wrapped", flat, method="ewc", settings="[privacy]\nwrap = true\n")
+    for mode in ("reference", "nodp"):
+        write_run(tmp_path / mode, flat, method="protofed-sp", settings=f'[protofed]\nmode = "{mode}"\n')
+    (section,) = sections(tmp_path)
+    assert [row.label for row in section.rows if is_noised(row.runs[0].config)] == [
+        "ewc (private)",
+        "protofed-sp (reference)",
+    ]
 
 
 def test_a_slug_is_safe_in_ids_and_file_names() -> None:

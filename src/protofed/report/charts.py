@@ -1,0 +1,103 @@
+"""Figures as tidy numbers, and what is common to all: a method's colour and the rows that are drawn before one chooses.
+
+The page draws them with Observable Plot (vendor/), so a number is in it once and a reader can choose other rows.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from protofed.evaluation.significance import mean_and_std
+from protofed.methods.catalogue import METHODS
+from protofed.methods.names import OURS
+from protofed.report.layout import Drawing
+from protofed.report.sections import Row, is_noised
+from protofed.report.tables import MAIN, Results, key_of
+from protofed.report.variants import side_rows
+
+MOST_DRAWN = 8  # rows in a figure
+DASHED, DOTTED = "6 3", "2 2"
+STEP = 0.387  # of a circle: neighbours in the catalogue, and the methods that often lead, get hues far apart
+FIRST_HUE, HUES = 55.0, 290.0  # the others keep clear of the orange of OURS
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One row's line: a value for each seed and slice."""
+
+    label: str
+    values: Float[np.ndarray, "seeds T"]
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a row is drawn wherever it appears."""
+
+    colour: str  # CSS, for light and dark alike
+    dash: str = ""
+
+
+def colour_of(method: str) -> str:
+    """The colour of a method in every figure: ours orange, trivial methods grey, a hue of its own for any other."""
+    if method == OURS:
+        return "var(--ours)"
+    names = [name for name, entry in METHODS.items() if name != OURS]
+    place = names.index(method) if method in names else len(names)
+    if method in names and METHODS[method].trivial:
+        return f"hsl(220 7% calc(var(--tone) + {8 * (place % 4)}%))"
+    return f"hsl({FIRST_HUE + HUES * (STEP * place % 1):.0f} 65% calc(var(--tone) + {(0, 9, -7)[place % 3]}%))"
+
+
+def look_of(row: Row) -> Look:
+    """The method's colour; dashed with noise, dotted where small modules learn and all else is frozen."""
+    config = row.runs[0].config
+    return Look(
+        colour_of(row.method), DASHED if is_noised(config) else DOTTED if config.get("variant") == "peft" else ""
+    )
+
+
+def leading_rows(found: Results) -> tuple[str, ...]:
+    """What a figure shows first: our rows, the best trivial and the best private rival, then the best of all others."""
+    aside, key = side_rows(found.section), key_of(MAIN)
+    rows = [row for row in found.section.rows if row.label not in aside]
+    rows.sort(key=lambda row: (-np.nan_to_num(found.estimates[row.label][key].mean, nan=-1.0), row.label))
+    ours = [row for row in rows if row.is_ours][:3]
+    trivial = [row for row in rows if row.is_trivial and row.label not in found.prices][:2]
+    private = [row for row in rows if row.label in found.prices and not row.is_ours][:1]
+    first = [*ours, *trivial, *private]
+    chosen = [*first, *(row for row in rows if row not in first)][:MOST_DRAWN]
+    return tuple(row.label for row in rows if row in chosen)
+
+
+def line_drawing(name: str, caption: str, title: str, curves: Iterable[Curve], *, from_zero: bool = False) -> Drawing:
+    """Every row over slices 1..T: means over seeds with one standard deviation to either side."""
+    rows = [
+        (curve.label, t + 1, *mean_and_std(of_slice))
+        for curve in curves
+        for t, of_slice in enumerate(curve.values.T)
+        if np.isfinite(of_slice).all()
+    ]
+    header = ("method", "slice", title, "std")
+    return Drawing(name, caption, "lines", header, tuple(rows), "slice", title, from_zero)
+
+
+def heat_maps(name: str, caption: str, matrices: Mapping[str, Float[np.ndarray, "S S"]]) -> Drawing:
+    """A[s, t] of every row, one of which the page shows at a time: a line for each slice tested."""
+    size = max(len(matrix) for matrix in matrices.values())
+    rows = [(label, s, *of_slice.round(4).tolist()) for label, a in matrices.items() for s, of_slice in enumerate(a)]
+    header = ("method", "slice_tested", *(f"after {t}" for t in range(size)))
+    return Drawing(name, caption, "map", header, tuple(rows), "trained up to slice", "tested on slice")
+
+
+def frontier(x: Float[np.ndarray, " N"], y: Float[np.ndarray, " N"]) -> Bool[np.ndarray, " N"]:
+    """Who is beaten by nobody, where less x and more y are better."""
+    beaten = (x[None] <= x[:, None]) & (y[None] >= y[:, None]) & ((x[None] < x[:, None]) | (y[None] > y[:, None]))
+    known = np.isfinite(x) & np.isfinite(y)
+    return np.asarray(known & ~(beaten & known[None]).any(1))
+
+
+def finite_rows(rows: Sequence[tuple[object, ...]]) -> tuple[tuple[object, ...], ...]:
+    """The rows whose second and third values are known numbers."""
+    return tuple(row for row in rows if np.isfinite([float(str(value)) for value in row[1:3]]).all())
