@@ -18,6 +18,7 @@ from protofed.seeds import seeded, stream
 from protofed.slices.histories import Queries
 
 HIDDEN = 24
+SCALES = torch.linspace(-2.0, 1.0, 16)  # of log beta
 MOST_QUESTIONS, MOST_CELLS = 8_000, 100_000_000  # of scores held at once while a head is fitted
 
 
@@ -127,7 +128,10 @@ class Fitting:
 
 
 def fit_head(examples: Examples, seed: int, how: Fitting | None = None) -> tuple[Head, bool]:
-    """The head that answers the questions of the users kept aside best, and whether it beats none at all there."""
+    """The head that answers the questions of the users kept aside best, and whether m earns its place there.
+
+    What it has to beat is the scale of the scores alone, which changes no ranking.
+    """
     how = how or Fitting()
     aside = examples.users % how.folds == int(stream(seed, "head fold").initial_seed()) % how.folds
     learned, kept = (take(examples, where.nonzero()[:, 0]) for where in (~aside, aside))
@@ -142,8 +146,9 @@ def fit_head(examples: Examples, seed: int, how: Fitting | None = None) -> tuple
     groups = [{"params": weights, "weight_decay": how.decay}, {"params": [head.log_beta], "weight_decay": 0.0}]
     optimiser = torch.optim.AdamW(groups, lr=how.rate)
     order = stream(seed, "head order")
-    best, none, waited = copy.deepcopy(head.state_dict()), mean_loss(head, kept), 0
-    least = none
+    head.log_beta.copy_(fit_scale(learned))
+    none = least = mean_loss(head, kept)
+    best, waited = copy.deepcopy(head.state_dict()), 0
     for _ in range(how.epochs):
         epoch(head, learned, optimiser, how.batch, order)
         loss = mean_loss(head, kept)
@@ -154,6 +159,18 @@ def fit_head(examples: Examples, seed: int, how: Fitting | None = None) -> tuple
             break
     head.load_state_dict(best)
     return head.requires_grad_(False).eval(), least < none
+
+
+@torch.no_grad()
+def fit_scale(examples: Examples) -> Float[Tensor, ""]:
+    """The logarithm of beta with which the inner scores alone answer best."""
+    head = Head()
+
+    def loss(log_beta: Tensor) -> float:
+        head.log_beta.copy_(log_beta)
+        return mean_loss(head, examples)
+
+    return min(SCALES, key=loss)
 
 
 def epoch(head: Head, examples: Examples, optimiser: torch.optim.Optimizer, batch: int, order: Generator) -> None:

@@ -12,7 +12,7 @@ from worlds import LENGTH, another_future, every_value, questions, tiny_config, 
 
 from protofed.backbone.training import PlainDescent
 from protofed.errors import LeakError
-from protofed.inference.head import Examples, Head, examples_of, fit_head, join, mean_loss, take, with_head
+from protofed.inference.head import Examples, Head, examples_of, fit_head, fit_scale, join, mean_loss, take, with_head
 from protofed.inference.own_past import DAY, NUMBERS, near, own_past
 from protofed.methods.catalogue import METHODS, method_named
 from protofed.methods.headed import Headed, under_head
@@ -118,6 +118,17 @@ def test_where_nothing_repeats_the_head_gives_way_or_stays_off():
     examples, _ = planted(repeats=0.0)
     head, worn = fit_head(examples, seed=0)
     assert not worn or mean_loss(head, examples) < mean_loss(Head(), examples)
+    scaled = replace(examples, scores=100 * examples.scores)  # the scale alone could be worth much, and ranks nothing
+    assert fit_head(scaled, seed=0)[1] == worn
+
+
+def test_the_scale_of_the_scores_alone_is_found():
+    examples, _ = planted(400)
+    truth = torch.randn(400, 20, generator=torch.Generator().manual_seed(1))
+    answers = torch.multinomial(truth.softmax(-1), 1, generator=torch.Generator().manual_seed(2))[:, 0]
+    for factor in (0.5, 1.0, 4.0):  # scores that are so many times too large
+        found = fit_scale(replace(examples, scores=factor * truth, positives=answers))
+        assert float(found) == pytest.approx(-math.log(factor), abs=0.35)
     nobody = examples_of(torch.zeros(3, 4), torch.tensor([0, 1, 2]), queries_of([[], [], []], 5, 4))
     assert fit_head(nobody, seed=0)[1] is False
 
