@@ -94,7 +94,10 @@ def _sentences(done: "Summary") -> Iterator[str]:
         )
     core = done.five_core
     if core.rows:
-        yield f"5-core, which is trained on: {core.rows:,} rows, {core.users:,} users, {core.items:,} items"
+        size = f"{_of(core.rows, 'row')}, {_of(core.users, 'user')}, {_of(core.items, 'item')}"
+        yield f"5-core, which is trained on: {size}"
+        if core.items < done.items:
+            yield f"items outside it, which are never recommended: {done.items - core.items:,} of {done.items:,}"
     else:
         yield "5-core leaves nothing (no users and items with five rows each): a run needs a larger log"
     if done.item_table is not None:

@@ -114,7 +114,8 @@ def choose(asked: Mapping[str, str | None], columns: Sequence[str], file: Path) 
 def _undecided(role: str, found: Collection[str], columns: Sequence[str], file: Path) -> str:
     if found:
         return f"{file}: which column is the {role}, {' or '.join(map(shown, found))}? Name it by --{role}"
-    return f"{file}: no column is named like a {role}; name it by --{role}: the columns are {listed(columns)}"
+    which = f"an {role}" if role == "item" else f"a {role}"
+    return f"{file}: no column is named like {which}; name it by --{role}: the columns are {listed(columns)}"
 
 
 def _check_apart(chosen: Mapping[str, str], file: Path) -> None:

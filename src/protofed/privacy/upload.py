@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int, Int8
 from torch import Tensor
 
 from protofed.errors import ConfigError
-from protofed.privacy.compression import dequantise, quantise
+from protofed.privacy.compression import LEVELS, dequantise, quantise
 from protofed.privacy.ledger import Trust
 from protofed.privacy.mechanism import SMALLEST_DISCRETE_STD, clip, finite_rows
 
@@ -145,18 +145,29 @@ def central_upload(
 def decode_points(
     uploads: PointUploads, rule: UploadRule, reach: float | None = None
 ) -> tuple[Float[Tensor, "U d_z"], Int[Tensor, " U"]]:
-    """The embeddings a server works with; without a `reach` of its own (local noise) they are clipped once more.
+    """The embeddings a server works with, clipped once more: to the radius, or to what local noise needs.
 
     Rounding can lengthen a vector beyond the radius, and a dishonest client can send any codes.
     """
     if reach is not None:
-        return dequantise(uploads.codes, reach), uploads.block
+        longest = local_length(rule, (reach - rule.clip_radius) / 4, rule.width)
+        return clip(dequantise(uploads.codes, reach), longest), uploads.block
     return clip(dequantise(uploads.codes, rule.clip_radius), rule.clip_radius), uploads.block
 
 
 def local_reach(rule: UploadRule, std: float) -> float:
     """The range of 8-bit codes of noised numbers: wide enough that cutting off is rare, and public."""
     return rule.clip_radius + 4 * std
+
+
+def local_length(rule: UploadRule, std: float, numbers: int) -> float:
+    """The length that an honest local upload of so many numbers exceeds once in 10^7; a server cuts off what is longer.
+
+    Contribution, coding and noise each at their longest: the length of n normal numbers exceeds √n + 6 with a chance
+    below exp(-18).
+    """
+    step = local_reach(rule, std) / LEVELS
+    return rule.sensitivity + step * math.sqrt(numbers) + std * (math.sqrt(numbers) + 6)
 
 
 def local_upload(
@@ -176,8 +187,9 @@ def local_upload(
 
 
 def local_sums(codes: Int8[Tensor, "U K row"], rule: UploadRule, std: float) -> Float[Tensor, "K row"]:
-    """The sum of local uploads; their noise is in them already."""
-    return dequantise(codes, local_reach(rule, std)).double().sum(dim=0)
+    """The sum of local uploads, none longer than an honest one; their noise is in them already."""
+    rows = dequantise(codes, local_reach(rule, std)).double().flatten(1)
+    return clip(rows, local_length(rule, std, rows.shape[1])).view(codes.shape).sum(dim=0)
 
 
 def compact_local_upload(

@@ -132,7 +132,7 @@ def first_copies(tokens: Int[Tensor, " U"], seen: Int[Tensor, " S"]) -> Bool[Ten
 
 
 def _points(codes: Tensor, rule: RoundRule) -> Float[Tensor, "U P d_z"]:
-    """Embeddings from their codes, clipped once more unless the device's noise is in them."""
+    """Embeddings from their codes, clipped once more: where the device's noise is in them, to what that may need."""
     upload = rule.upload
     noised = rule.form == "noised points"
     reach = local_reach(upload, upload.noise_std(rule.noise_multiplier, "local") * rule.points**0.5) if noised else None

@@ -36,6 +36,7 @@ def test_a_name_given_is_taken_and_leaves_the_others_to_be_told():
 @pytest.mark.parametrize(
     ("asked", "columns", "words"),
     [
+        ({}, ["user", "a", "time"], "no column is named like an item; name it by --item: "),
         ({}, ["a", "item", "time"], "no column is named like a user; name it by --user: the columns are a, item, time"),
         ({}, ["user", "item", "ts", "date"], "which column is the time, ts or date? Name it by --time"),
         ({"user": "usr"}, ["user", "item"], "--user 'usr' is none of its columns (did you mean user?); they are user"),

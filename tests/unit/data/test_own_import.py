@@ -59,6 +59,7 @@ def test_an_import_says_what_it_took_kept_and_dropped():
         "users with fewer than five events: 2 of 10; they are not trained on, and are served from their own history at "
         "once",
         "5-core, which is trained on: 96 rows, 8 users, 6 items",
+        "items outside it, which are never recommended: 2 of 8",
         "data/shop/items.parquet: 7 items with title",
         "2 of 8 items have no row in items.csv",
         "rows without a usable identifier, dropped: 1",

@@ -17,7 +17,7 @@ from protofed.client.upload import FORMAT, Upload, from_bytes, make_upload, to_b
 from protofed.errors import DataError
 from protofed.privacy.draws import SeededDraws
 from protofed.privacy.mechanism import seeded_noise
-from protofed.privacy.upload import NOTHING, RoundRule, UploadRule, local_reach
+from protofed.privacy.upload import NOTHING, RoundRule, UploadRule, local_length, local_reach
 from protofed.seeds import stream
 from protofed.server.accept import Accepted, accept, first_copies
 from protofed.server.aggregate import RoundReport, server_aggregate
@@ -300,7 +300,30 @@ def test_codes_of_a_cheating_device_are_clipped_to_the_radius_by_the_server(rule
     torch.testing.assert_close(accepted.points[theirs], torch.full((1, rule.points, D), -0.7 / math.sqrt(D)))
 
 
-def test_noised_embeddings_are_not_clipped_again():
+@pytest.mark.parametrize(("rule", "numbers"), [(LOCAL, K * (D + 1)), (COMPACT, D)], ids=["local", "compact"])
+def test_a_cheating_device_adds_no_more_than_an_honest_ones_noise_may(rule, numbers):
+    """Before, every number could be at the end of its range: four standard deviations and the radius."""
+    honest, std = uploads_of(64, rule), 2.0
+    cheat = replace(honest, codes=torch.full_like(honest.codes, -128))
+    longest = local_length(UPLOAD, std, numbers)
+    assert longest < (1 + 4 * std) * math.sqrt(numbers)
+    for upload, cut in ((honest, False), (cheat, True)):
+        for alone in one_by_one(upload):
+            accepted = arrived([alone], rule)
+            told = accepted.points if accepted.total is None else accepted.total
+            length = float(told.double().norm())
+            sent = float((alone.codes.double().clamp(min=-127) * local_reach(UPLOAD, std) / 127).norm())
+            assert length == pytest.approx(longest if cut else sent, rel=1e-6)
+            assert (sent > longest) == cut
+
+
+def test_a_local_upload_of_pure_noise_is_hardly_ever_as_long_as_the_server_cuts():
+    std, n = 2.0, 20_000
+    lengths = (std * torch.randn(n, K * (D + 1), generator=stream(3, "honest"))).norm(dim=1)
+    assert float(lengths.max()) < local_length(UPLOAD, std, K * (D + 1)) - UPLOAD.sensitivity
+
+
+def test_noised_embeddings_are_not_shortened():
     upload = uploads_of(8, COMPACT)
     accepted = arrived([upload], COMPACT)
     by_hand = upload.codes.double() * local_reach(UPLOAD, 2.0) / 127
