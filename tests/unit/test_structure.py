@@ -3,17 +3,27 @@
 import ast
 import importlib
 import importlib.metadata
+import inspect
 import re
 import subprocess
 import sys
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import protofed
+from protofed.client.begin import begin_slice
+from protofed.client.model import Broadcast
+from protofed.client.update import client_update
+from protofed.client.upload import make_upload
 from protofed.errors import EXTRAS, MODULES, MissingExtra, check_installed
+from protofed.inference.end import end_slice
 from protofed.methods.names import OURS
+from protofed.methods.protofed_sp import ProtoFedSP
+from protofed.server.accept import Accepted, accept
+from protofed.server.aggregate import server_aggregate
 
 SOURCE = Path(protofed.__file__).parent
 ORDER = (
@@ -72,6 +82,20 @@ def texts(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_our_method_is_named_in_the_catalogue_alone(path):
     assert path.name in ("names.py", "search_spaces.py") or not any(OURS in text for text in texts(path))
+
+
+def test_learning_a_slice_reads_as_the_algorithm():
+    assert len(inspect.getsource(ProtoFedSP.learn).splitlines()) <= 25
+
+
+def test_what_a_device_and_a_server_call_takes_no_name_of_a_user():
+    """The server's half is handed uploads alone; the device's half, one state and nobody else's."""
+    server = [*inspect.signature(accept).parameters, *inspect.signature(server_aggregate).parameters]
+    assert server == ["uploads", "rule", "round_", "version", "library", "accepted", "rule", "noise", "rng"]
+    for function in (begin_slice, client_update, make_upload, end_slice):
+        assert list(inspect.signature(function).parameters)[:2] == ["model", "state"]
+    assert {field.name for field in fields(Accepted)} == {"n", "points", "block", "total", "refused"}
+    assert {field.name for field in fields(Broadcast)} == {"version", "v"}
 
 
 def test_public_names_exist_and_are_sorted():
