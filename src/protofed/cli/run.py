@@ -34,7 +34,7 @@ def run(
     seed: Annotated[int | None, typer.Option(help="Of weights, order and training negatives.")] = None,
     clients: Annotated[int | None, typer.Option(help="Keep only this many users; 0 keeps all.")] = None,
     share: Annotated[str | None, typer.Option(help="Of protofed: what may leave a device, nothing or private.")] = None,
-    mode: Annotated[str | None, typer.Option(help="Of protofed-sp: reference, literal or nodp.")] = None,
+    mode: Annotated[str | None, typer.Option(help=f"Of {OURS}: reference, literal or nodp.")] = None,
     target_epsilon: Annotated[float | None, typer.Option(help="The privacy budget ε of the whole stream.")] = None,
     noise_multiplier: Annotated[float | None, typer.Option(help="Noise of every round, instead of a budget.")] = None,
     trust: Annotated[str | None, typer.Option(help="Who adds the noise: central, secure-aggregation or local.")] = None,
@@ -112,7 +112,7 @@ def check_budget(target_epsilon: float | None) -> None:
 def check_dial(method: str | None, share: str | None, mode: str | None) -> None:
     """Refuse --share and --mode where they are not of the method, and what is not built yet."""
     if share is not None and mode is not None:
-        raise ConfigError("--share is of protofed and --mode of protofed-sp; give one of them")
+        raise ConfigError(f"--share is of {FLAGSHIP} and --mode of {OURS}; give one of them")
     if share == "raw":
         raise ConfigError("--share raw is not built yet; use --share private, or a method that shares raw events")
     if share is not None and share not in ("nothing", "private"):
@@ -120,7 +120,7 @@ def check_dial(method: str | None, share: str | None, mode: str | None) -> None:
     if share is not None and method not in (None, FLAGSHIP):
         raise ConfigError(f"--share is of {FLAGSHIP} alone, got --method {method}; leave it out")
     if mode is not None and method == FLAGSHIP:
-        raise ConfigError(f"--mode is of protofed-sp; {FLAGSHIP} takes --share nothing or --share private")
+        raise ConfigError(f"--mode is of {OURS}; {FLAGSHIP} takes --share nothing or --share private")
 
 
 def budget(target_epsilon: float | None, noise_multiplier: float | None) -> dict[str, object]:

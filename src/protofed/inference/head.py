@@ -111,12 +111,16 @@ def add_parts(
         alone = F.pad(y, (0, len(COVISITS)))  # met together with nothing
         plain = torch.stack([head.items(each) for each in alone])  # (A, I)
         age = ages[near.which]
-        together = torch.cat([y[age, near.items], near.x], dim=1)
-        whole = whole + plain[ages]
-        whole = whole.index_put((near.which, near.items), head.items(together) - plain[age, near.items], True)
-    if head.own is not None:
-        whole = whole.index_put((own.which, own.items), head.own(own.x), True)
-    return whole
+        together = head.items(torch.cat([y[age, near.items], near.x], dim=1)) - plain[age, near.items]
+        whole = whole + (plain if len(plain) == 1 else plain[ages])
+        whole = add_at(whole, near, together)
+    return whole if head.own is None else add_at(whole, own, head.own(own.x))
+
+
+def add_at(scores: Float[Tensor, "B I"], cells: Cells, values: Float[Tensor, " P"]) -> Float[Tensor, "B I"]:
+    """The scores with something added to cells that are all different ones."""
+    where = (cells.which, cells.items)
+    return scores.index_put(where, scores[where] + values)
 
 
 @dataclass(frozen=True, slots=True)

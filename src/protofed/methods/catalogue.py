@@ -32,9 +32,10 @@ from protofed.methods.baselines.reloop2 import ReLoop2
 from protofed.methods.baselines.sail_piw import SailPIW
 from protofed.methods.baselines.synaptic_intelligence import SynapticIntelligence
 from protofed.methods.frozen import Frozen
-from protofed.methods.names import OURS
+from protofed.methods.names import FLAGSHIP, OURS
 from protofed.methods.popularity import Popularity
 from protofed.methods.protocol import Method
+from protofed.methods.protofed import ProtoFed
 from protofed.methods.protofed_sp import ProtoFedSP
 from protofed.methods.search_spaces import check_hyper
 
@@ -82,9 +83,9 @@ METHODS: Mapping[str, Entry] = {
         modes=("reference", "literal", "nodp"),
         private_mode="reference",
     ),
-    "protofed": Entry(
-        ProtoFedSP(),
-        "the same with a head that weighs the user's own past; --share says what may leave a device",
+    FLAGSHIP: Entry(
+        ProtoFed(),
+        "ProtoFed-SP's devices under a head over the user's own past; --share says what may leave them",
         {"protofed.mode": "private", "scoring.head": True},
         modes=("nothing", "private"),
         private_mode="private",

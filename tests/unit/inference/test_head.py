@@ -39,7 +39,7 @@ def counted(popular: Tensor | None = None) -> ItemCounts:
 def planted(
     n: int = 400, *, repeats: float = 0.8, follows: float = 0.0, popular: float = 0.0, seed: int = 0
 ) -> tuple[Examples, Queries, ItemCounts]:
-    """People who choose again what they chose last, what follows it, or what is popular, under scores that know none."""
+    """People who choose what they chose last, what follows it, or what is popular; the scores know none of it."""
     rng = np.random.default_rng(seed)
     pasts = [[(int(i), 3600 * k) for k, i in enumerate(rng.permutation(N)[:5])] for _ in range(n)]
     counts = counted(torch.tensor([100.0] * 2 + [1.0] * (N - 2)) if popular else None)

@@ -1,4 +1,4 @@
-"""Methods under a head: what it is fitted on, which counts it reads, what leaves a device for it, nothing that leaks."""
+"""Methods under a head: what it is fitted on, which counts it reads, what leaves a device for it, what does not."""
 
 from dataclasses import replace
 
@@ -16,6 +16,7 @@ from protofed.methods import headed
 from protofed.methods.catalogue import METHODS, method_named
 from protofed.methods.headed import AGES, Headed, examples_at, forget_items, later_half, under_head
 from protofed.methods.protocol import World
+from protofed.privacy.accountant import epsilon
 from protofed.slices.leaks import check_evidence
 from protofed.slices.stream import halves
 from protofed.snapshot import restore, take_snapshot
@@ -198,6 +199,20 @@ def test_popularity_is_released_with_its_noise_and_written_into_the_ledger(monke
     assert torch.allclose(added, after.fitted.counts.recent[:n], atol=1e-4)
     ledger = method.releases(world, after)
     assert [one.count for one in ledger if one.stream == "popularity"] == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("newcomers", ["noised", "mean-row"])
+def test_all_releases_together_spend_the_budget_and_no_more(newcomers, monkeypatch):
+    monkeypatch.setattr(headed, "gain_of", lambda *_: True)
+    budget = {"privacy__target_epsilon": 3.4, "privacy__noise_multiplier": 0.0, "protofed__newcomers": newcomers}
+    world = world_of(method="protofed", protofed__mode="private", **budget)
+    method = headed_in(world)
+    ledger = method.releases(world, method.start(world), world.config.stream.n_slices)
+    streams = {one.stream: one.count for one in ledger}
+    rows = {"new items": 2} if newcomers == "noised" else {}
+    assert streams == {"prototypes": 2 * world.config.privacy.rounds_per_slice, "popularity": 2, **rows}
+    assert 3.3 < epsilon(ledger, 1e-5, trust="central") <= 3.4
 
 
 def test_nothing_is_released_where_nothing_may_be():
