@@ -96,12 +96,10 @@ def meaning(rows: Sequence[tuple[str, dict[str, object]]], ours: Sequence[str]) 
     }
     alone = ours[0]
     ahead = [method for method, value in reached.items() if method not in ours and value > reached[alone]]
-    others = (
-        f"behind {', '.join(ahead)}, which read" if ahead else "ahead of every other method here, most of which read"
-    )
+    place = f"behind {', '.join(ahead)}" if ahead else "ahead of all other methods here"
     return (
         f"In full ranking {alone}, whose devices tell nobody anything after the base block, reaches "
-        f"{reached[alone]:.3f}: {others} everybody's raw events."
+        f"{reached[alone]:.3f}, {place}; the others but {OURS} read everybody's raw events."
     )
 
 
