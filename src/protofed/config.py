@@ -107,7 +107,8 @@ class PeftConfig:
 class ProtoFedConfig:
     """ProtoFed-SP: prompts, own rows, prototypes. Defaults of the reference mode (docs/paper_notes.md)."""
 
-    mode: Literal["reference", "literal", "nodp"] = "reference"  # private, as printed in the paper, or without noise
+    # protofed-sp: private, as printed in the paper, or without noise; protofed: what --share says
+    mode: Literal["reference", "literal", "nodp", "nothing", "private"] = "reference"
     ablate: str = ""  # parts left out, comma-separated (ABLATIONS)
     prototypes: int = number(0, 0, 65_536)  # K; 0: as many as the cohort can feed
     seedings: int = number(1, 1, 10_000)  # starts of the k-means of the first prototypes; the tightest is taken
@@ -154,6 +155,9 @@ ABLATIONS: Mapping[str, str] = {
     "acceptance": "every client uses its prompt and rows, whatever its validation events say",
     "prompts": "no prompt at all: own rows only",
     "personal": "nothing personal: routed prototypes only",
+    "own-past": "the head adds nothing for the user's own past",
+    "item-counts": "the head adds nothing for counts of items",
+    "popularity": "popularity is not released",
 }
 
 

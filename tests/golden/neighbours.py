@@ -20,7 +20,7 @@ from protofed.client import lessons
 from protofed.client import upload as uploads
 from protofed.data.interactions import InteractionLog
 from protofed.federation import newcomers as introducing
-from protofed.federation import simulator
+from protofed.federation import popularity, simulator
 from protofed.methods.baselines import dual_lora, federated_rounds
 from protofed.privacy import descent, draws
 from protofed.privacy.descent import PrivateDescent
@@ -221,7 +221,7 @@ def watch_clients(capture: Capture, patch: pytest.MonkeyPatch) -> None:
 
 
 def watch_introductions(capture: Capture, patch: pytest.MonkeyPatch) -> None:
-    """ProtoFed-SP's new items: what each client says about them, all together."""
+    """New items and popularity: what each client says about items, all together."""
     make_item_upload = introducing.make_item_upload
 
     def opened(said: Any, keys: Tensor, draws: Any, slice_index: int) -> Any:
@@ -233,7 +233,8 @@ def watch_introductions(capture: Capture, patch: pytest.MonkeyPatch) -> None:
         capture.releases.append(release)
         return make_item_upload(said, keys, draws, slice_index)
 
-    patch.setattr(introducing, "make_item_upload", opened)
+    for module in (introducing, popularity):
+        patch.setattr(module, "make_item_upload", opened)
 
 
 def watch_uploads(capture: Capture, patch: pytest.MonkeyPatch, stream: SliceStream) -> None:

@@ -17,7 +17,8 @@ from neighbours import Capture, Without, assert_neighbouring, capture_run, someb
 from worlds import every_value, tiny_config, tiny_stream, warmed_up
 
 from protofed.backbone.training import PlainDescent
-from protofed.federation import newcomers, simulator
+from protofed.federation import newcomers, popularity, simulator
+from protofed.methods import headed
 from protofed.methods.baselines import federated, full_retrain
 from protofed.methods.baselines.ditto import Ditto
 from protofed.methods.baselines.fedavg import FedAvg
@@ -26,6 +27,7 @@ from protofed.methods.baselines.fedrap import FedRAP
 from protofed.methods.catalogue import METHODS
 from protofed.methods.private import REFUSED, WRAPPED, with_dp
 from protofed.methods.protocol import Releasing, World
+from protofed.methods.protofed import ProtoFed
 from protofed.methods.protofed_sp import ProtoFedSP
 from protofed.privacy import descent
 from protofed.privacy.descent import PrivateDescent
@@ -164,6 +166,37 @@ PROTOTYPES = {
 }
 
 
+POPULARITY = {
+    "scoring__head": True,
+    "protofed__mode": "private",
+    "protofed__ablate": "static-prototypes",
+    "protofed__newcomers": "mean-row",
+    "privacy__wrap": False,
+    "privacy__newcomer_noise": 1.5,
+}
+
+
+def check_popularity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(headed, "gain_of", lambda *_: True)  # the rehearsal says yes, whatever it heard
+    method = headed.Headed(ProtoFedSP(), "released")
+    (whole, state, world), (without, _, _) = both(method, **POPULARITY)
+    (release,) = method.releases(world, state)
+    assert (release.stream, release.count, release.sampling_rate) == ("popularity", 2, 1.0)
+    assert len(whole.releases) == 2
+    assert {one.std for one in whole.releases} == {release.noise_multiplier} == {1.5}  # the sensitivity is 1
+    assert_neighbouring(whole, without, somebody(tiny_stream()), 1.0)
+
+
+def test_popularity_lacks_what_the_missing_user_said_alone(monkeypatch):
+    check_popularity(monkeypatch)
+
+
+def test_raw_counts_in_place_of_clipped_votes_are_caught(monkeypatch):
+    monkeypatch.setattr(popularity, "clip_introductions", lambda whose, values, radius: values)
+    with pytest.raises(AssertionError, match="1 is priced"):
+        check_popularity(monkeypatch)
+
+
 SENSITIVITY = {"central": math.hypot(1.0, 0.25), "secure-aggregation": math.hypot(1.0, 0.25), "local": 2.0}
 every_trust = pytest.mark.parametrize("trust", SENSITIVITY)
 
@@ -202,7 +235,7 @@ def test_every_private_method_is_looked_at():
     here = {type(METHODS[name].method) for name, _ in CASES} | {type(method) for method in FEDERATED.values()}
     steps = {kind for kind, trainings in WRAPPED.items() if trainings.later}
     mechanisms = {type(entry.method) for entry in METHODS.values() if isinstance(entry.method, Releasing)}
-    assert here == (steps | mechanisms) - {ProtoFedSP}
+    assert here == (steps | mechanisms) - {ProtoFedSP, ProtoFed}
     assert not here & REFUSED.keys()
 
 

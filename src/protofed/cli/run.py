@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from protofed.config import RunConfig, in_range, override, parse_override, preset, values_of
 from protofed.errors import ConfigError, check_installed
-from protofed.methods.names import OURS
+from protofed.methods.names import FLAGSHIP, OURS
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,6 +33,7 @@ def run(
     preset_name: Annotated[str | None, typer.Option("--preset", help="small (d = 64) or paper (d = 256).")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, order and training negatives.")] = None,
     clients: Annotated[int | None, typer.Option(help="Keep only this many users; 0 keeps all.")] = None,
+    share: Annotated[str | None, typer.Option(help="Of protofed: what may leave a device, nothing or private.")] = None,
     mode: Annotated[str | None, typer.Option(help=f"Of {OURS}: reference, literal or nodp.")] = None,
     target_epsilon: Annotated[float | None, typer.Option(help="The privacy budget ε of the whole stream.")] = None,
     noise_multiplier: Annotated[float | None, typer.Option(help="Noise of every round, instead of a budget.")] = None,
@@ -68,10 +69,11 @@ def run(
         "clients": clients,
     }
     check_budget(target_epsilon)
-    given |= {"protofed.mode": mode, "privacy.trust": trust} | budget(target_epsilon, noise_multiplier)
+    given |= {"protofed.mode": share or mode, "privacy.trust": trust} | budget(target_epsilon, noise_multiplier)
     given["protofed.ablate"] = ",".join(sorted(set(ablate))) if ablate else None
     flags = {key: value for key, value in given.items() if value is not None}
     check_named(flags, config, settings or [])
+    check_dial(method, share, mode)
     if track is not None:
         check_installed(extra="track")
     with shown(Console(stderr=True)) as progress:
@@ -81,6 +83,7 @@ def run(
         from protofed.experiments.run import Experiment, pick_device
         from protofed.experiments.stages import stages_of
         from protofed.experiments.summary import summarise_run
+        from protofed.methods.catalogue import shares_nothing
         from protofed.privacy.promise import promised
 
         chosen = settle(flags, config, settings or [])
@@ -92,7 +95,8 @@ def run(
         with tracked(track, out, n_slices, progress) as watched:
             folder = experiment.run(out, watched)
     summary = summarise_run(folder)
-    summary |= {"variant": chosen.variant, "privacy": promised(folder.path / "ledger.json", chosen.privacy.delta)}
+    said = promised(folder.path / "ledger.json", chosen.privacy.delta, nothing=shares_nothing(chosen))
+    summary |= {"variant": chosen.variant, "privacy": said}
     print(json.dumps(summary, indent=2, ensure_ascii=False)) if as_json else print_summary(summary, out)
 
 
@@ -103,6 +107,20 @@ def check_budget(target_epsilon: float | None) -> None:
             "--target-epsilon must be above 0, got 0; the project uses 3.4. Leave it out where --noise-multiplier is "
             "given, and for a run without privacy"
         )
+
+
+def check_dial(method: str | None, share: str | None, mode: str | None) -> None:
+    """Refuse --share and --mode where they are not of the method, and what is not built yet."""
+    if share is not None and mode is not None:
+        raise ConfigError(f"--share is of {FLAGSHIP} and --mode of {OURS}; give one of them")
+    if share == "raw":
+        raise ConfigError("--share raw is not built yet; use --share private, or a method that shares raw events")
+    if share is not None and share not in ("nothing", "private"):
+        raise ConfigError(f"--share must be nothing or private, got {share!r}")
+    if share is not None and method not in (None, FLAGSHIP):
+        raise ConfigError(f"--share is of {FLAGSHIP} alone, got --method {method}; leave it out")
+    if mode is not None and method == FLAGSHIP:
+        raise ConfigError(f"--mode is of {OURS}; {FLAGSHIP} takes --share nothing or --share private")
 
 
 def budget(target_epsilon: float | None, noise_multiplier: float | None) -> dict[str, object]:
@@ -165,8 +183,23 @@ def together(written: Mapping[str, object], flags: Mapping[str, object], setting
     method = str(named.get("method", base.method))
     brought = method_named(method).settings
     chosen = in_range(override(base, {**brought, **written, **wrapping(method, flags), **flags, **typed}))
+    check_sharing(chosen, {*written, *flags, *typed})
     configured(chosen)  # a wrong hyper-parameter is told before any log is read
     return chosen
+
+
+def check_sharing(config: RunConfig, given: Set[str]) -> None:
+    """Refuse a mode that the method does not have, and a budget where nothing is shared."""
+    from protofed.methods.catalogue import method_named
+
+    modes, mode = method_named(config.method).modes, config.protofed.mode
+    if modes and mode not in modes:
+        raise ConfigError(f"protofed.mode of {config.method} must be one of {', '.join(modes)}, got {mode!r}")
+    spent = sorted(given & {"privacy.target_epsilon", "privacy.noise_multiplier", "privacy.trust"})
+    if modes and mode == "nothing" and spent:
+        raise ConfigError(
+            f"{spent[0]} has no meaning with --share nothing: nothing leaves a device, ε = 0; leave it out"
+        )
 
 
 def load(config: RunConfig, root: Path) -> "InteractionLog":

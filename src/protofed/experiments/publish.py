@@ -21,6 +21,7 @@ from protofed.federation.preparation import nobody_yet
 from protofed.files import write_text
 from protofed.inference.folder import CARD, save_parts
 from protofed.inference.recommender import BARE, NOBODY, Bystanders, Catalogue, Recommender
+from protofed.methods.catalogue import shares_nothing
 from protofed.methods.frozen import BackboneState
 from protofed.methods.headed import Headed
 from protofed.methods.protocol import Method, Published, Recommending, World
@@ -72,7 +73,7 @@ def published(method: Method[Any], world: World, state: Any, n_items: int) -> Pu
         return None
     if isinstance(method, Headed):
         made = published(method.inner, world, state.inner, n_items)
-        return made and replace(made, head=state.head if state.worn else None)
+        return made and replace(made, head=state.fitted if state.fitted.head.worn else None)
     if isinstance(method, Recommending):
         return method.publish(world, state, n_items)
     if not isinstance(state, BackboneState):
@@ -140,7 +141,7 @@ def write_card(folder: RunFolder, config: RunConfig, data: SliceStream, around: 
 def card_lines(folder: Path, config: RunConfig, data: SliceStream, around: Surroundings) -> Iterable[str]:
     """The card, line by line."""
     log, summary = data.log, summarise_run(RunFolder(folder))
-    said = promised(folder / "ledger.json", config.privacy.delta)
+    said = promised(folder / "ledger.json", config.privacy.delta, nothing=shares_nothing(config))
     yield f"# {config.method} on {log.name}"
     yield ""
     yield "A model made by ProtoFed. To use it:"

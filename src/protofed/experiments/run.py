@@ -140,8 +140,7 @@ def warmed_up(experiment: Experiment, folder: RunFolder, data: SliceStream, prog
 
 def write_ahead(folder: RunFolder, method: Method[Any], world: World, state: Any, *, slices_ahead: int) -> None:
     """The ledger on disk, before what it lists leaves the devices; a repeated slice repeats the same releases."""
-    method, state = without_head(method, state)
-    if isinstance(method, Releasing):
+    if isinstance(method, Releasing) and isinstance(without_head(method, state)[0], Releasing):
         ledger = method.releases(world, state, slices_ahead)
         if ledger:  # whatever method made it: no ε is stated for a run that ranks by raw counts besides
             refuse_prior(world.config)

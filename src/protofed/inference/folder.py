@@ -14,7 +14,7 @@ from protofed.client.model import Model, fingerprint
 from protofed.client.state import DeviceState, select
 from protofed.errors import DataError, RunFolderError, in_one_line
 from protofed.files import load_tensors, make_folder, save_tensors, write_text, written_atomically
-from protofed.inference.head import Head
+from protofed.inference.head import FittedHead
 from protofed.inference.recommender import NOBODY, Bystanders, Catalogue, Recommender
 from protofed.privacy.ledger import read_ledger, write_ledger
 from protofed.privacy.upload import RoundRule
@@ -35,7 +35,7 @@ class Shared:
     rule: RoundRule | None
     next_round: int
     next_slice: int
-    head: Head | None = None
+    head: FittedHead | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from protofed.client.upload import Upload, make_upload
 from protofed.errors import DataError
 from protofed.inference import device as single
 from protofed.inference.answer import Ready, make_ready, score_next
-from protofed.inference.head import Head, with_head
+from protofed.inference.head import FittedHead, with_head
 from protofed.inference.online import online_inference
 from protofed.privacy.draws import Draws, SystemDraws
 from protofed.privacy.ledger import Ledger, Trust
@@ -124,7 +124,7 @@ class Recommender:
     bystanders: Bystanders = NOBODY
     ledger: Ledger = ()
     trust: Trust = "central"
-    head: Head | None = None  # what the user's own past adds on top
+    head: FittedHead | None = None  # what the user's own past and counts of items add on top
     settings: str = ""  # the run's config.toml
     card: str = ""  # README.md
 

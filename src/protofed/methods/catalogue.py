@@ -32,9 +32,10 @@ from protofed.methods.baselines.reloop2 import ReLoop2
 from protofed.methods.baselines.sail_piw import SailPIW
 from protofed.methods.baselines.synaptic_intelligence import SynapticIntelligence
 from protofed.methods.frozen import Frozen
-from protofed.methods.names import OURS
+from protofed.methods.names import FLAGSHIP, OURS
 from protofed.methods.popularity import Popularity
 from protofed.methods.protocol import Method
+from protofed.methods.protofed import ProtoFed
 from protofed.methods.protofed_sp import ProtoFedSP
 from protofed.methods.search_spaces import check_hyper
 
@@ -51,7 +52,9 @@ class Entry:
     settings: Mapping[str, object] = field(default_factory=dict)
     variants: tuple[str, ...] = ("standard",)
     trivial: bool = False  # no more than a floor for the others
-    private_mode: str = ""  # the protofed.mode in which it is private by itself; "": it has no modes
+    shares_nothing: bool = False  # after the base block, nobody learns anything from anybody
+    modes: tuple[str, ...] = ()  # the values of protofed.mode that it has
+    private_mode: str = ""  # the one of them in which it is private by itself
 
 
 BOTH = ("standard", "peft")
@@ -62,7 +65,10 @@ METHODS: Mapping[str, Entry] = {
     "popularity": Entry(Popularity(), "train counts of the slice, the same for everybody", trivial=True),
     "frozen": Entry(Frozen(), "base backbone; new items get rows, nothing else learns", trivial=True),
     "frozen-no-new-rows": Entry(
-        Frozen(new_rows=False), "base backbone as it is; new items share the mean row", trivial=True
+        Frozen(new_rows=False),
+        "base backbone as it is; new items share the mean row",
+        trivial=True,
+        shares_nothing=True,
     ),
     "personal-memory": Entry(
         Frozen(),
@@ -74,7 +80,15 @@ METHODS: Mapping[str, Entry] = {
     OURS: Entry(
         ProtoFedSP(),
         "prompts and own rows on the devices, prototypes shared under differential privacy",
+        modes=("reference", "literal", "nodp"),
         private_mode="reference",
+    ),
+    FLAGSHIP: Entry(
+        ProtoFed(),
+        "ProtoFed-SP's devices under a head over the user's own past; --share says what may leave them",
+        {"protofed.mode": "private", "scoring.head": True},
+        modes=("nothing", "private"),
+        private_mode="private",
     ),
     "full-retrain": Entry(FullRetrain(), "all weights, from scratch, on everything so far", variants=BOTH),
     "ewc": Entry(EWC(), "fine-tuned, held where the past's likelihood is sensitive (Fisher)", variants=BOTH),
@@ -124,12 +138,18 @@ def method_named(name: str) -> Entry:
 
 def has_modes(method: str) -> bool:
     """Whether the method is private by a mode of its own, and not by being wrapped; one of another version is not."""
-    return method in METHODS and bool(METHODS[method].private_mode)
+    return method in METHODS and bool(METHODS[method].modes)
 
 
 def private_by_itself(method: str, mode: str) -> bool:
     """Whether the method's own mechanism keeps the claim in this protofed.mode."""
     return has_modes(method) and METHODS[method].private_mode == mode
+
+
+def shares_nothing(config: RunConfig) -> bool:
+    """Whether no device tells anything of an event after the base block."""
+    entry = method_named(config.method)
+    return entry.shares_nothing or (bool(entry.modes) and config.protofed.mode == "nothing")
 
 
 def outside_method(name: str) -> Method[Any]:

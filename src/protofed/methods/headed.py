@@ -1,87 +1,208 @@
-"""Any method under a head: its scores, and what the user's own past adds to them on the device.
+"""Any method under a head: its scores, and what the user's own past and everybody's counts add to them on the device.
 
 The head is fitted once, on the later half of the base block's validation part, which has stopped no training (see
-`backbone.pretrain.warm_up`); from then on it stays as it is. It reads the query's own history and nothing of anybody
-else, so it costs no ε. Where it does not rank the answers of users kept aside better, it is not worn.
+`backbone.pretrain.warm_up`); from then on it stays as it is. Which counts it reads is the one thing that touches
+anybody else's events: fresh ones where the method shares raw events itself; those of the base block, for which no ε is
+spent; or these and noised releases. Where a part does not rank the answers of users kept aside better, it is not worn.
 """
 
+import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend
-from protofed.config import RunConfig
-from protofed.inference.head import Head, examples_of, fit_head, join, slim, with_head
-from protofed.methods.protocol import Diagnostics, Method, World
+from protofed.config import PrivacyConfig, RunConfig, ablations_of
+from protofed.federation.plan import Stream, ledger, plan_releases
+from protofed.federation.popularity import base_votes, rehearse_popularity, release_popularity
+from protofed.inference.fit_head import Examples, examples_of, fit_head, gain_of, join, slim
+from protofed.inference.head import FittedHead, with_head
+from protofed.inference.item_side import ItemCounts, count_items
+from protofed.methods.catalogue import private_by_itself, shares_nothing
+from protofed.methods.frozen import Frozen
+from protofed.methods.protocol import Diagnostics, Method, Releasing, World
+from protofed.privacy.draws import SeededDraws
+from protofed.privacy.ledger import Ledger
+from protofed.privacy.mechanism import seeded_noise
+from protofed.seeds import stream
 from protofed.slices.histories import Queries, moved, trimmed
 from protofed.slices.leaks import Evidence
-from protofed.slices.stream import TimeSlice, halves
+from protofed.slices.stream import TimeSlice
 
 AT_ONCE = 256
+PARTS = 8  # the base block is as long as eight slices
+AGES = (0, 2, 4, 6)  # parts: how old the base block's counts are in later slices
+SHARE = 0.6  # of ε, for popularity; new items' rows beside it get as much
+Counts = Literal["fresh", "base", "released"]
 
 
 @dataclass(frozen=True, slots=True)
 class HeadedState:
-    """The inner method's state, the head, and the newest event it was fitted on."""
+    """The inner method's state; the head with its counts; the newest event it was fitted on, and where counts end."""
 
     inner: Any
-    head: Head
-    worn: bool
+    fitted: FittedHead
     newest_answer: int
+    counts_until: int
+    noise: float = 0.0  # of each release of popularity; 0: it is not released
+    slice_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Headed:
-    """A method with a head on top."""
+    """A method with a head on top, which counts to read, and which parts it may wear."""
 
     inner: Method[Any]
+    counts: Counts = "base"
+    own: bool = True
+    items: bool = True
 
     def start(self, world: World) -> HeadedState:
-        inner = self.inner.start(world)
-        head, worn, newest = self.fit(world, inner)
-        return HeadedState(inner, head, worn, newest)
+        popularity = self.plan_popularity(world) if self.counts == "released" and self.items else None
+        noise = popularity.noise_multiplier if popularity else 0.0
+        inner = self.inner.start(replace(world, beside=(popularity,) if popularity else ()))
+        world.progress("head", 0, None)
+        asked = later_half(world.base)
+        examples = examples_at(self.inner, world, inner, (0,) if self.counts == "fresh" else AGES, noise, self.counts)
+        head = fit_head(examples, world.config.seed, own=self.own, items=self.items)
+        counts = counts_at(world, self.counts, 0)
+        newest = int(asked[-1]) if len(asked) else -1
+        return HeadedState(inner, FittedHead(head, counts), newest, world.base.bounds[-1].train_end, noise)
 
     def learn(
         self, world: World, state: HeadedState, slice_: TimeSlice, descend: Descend
     ) -> tuple[HeadedState, Diagnostics]:
         inner, told = self.inner.learn(world, state.inner, slice_, descend)
-        about = {"head_worn": int(state.worn), "head_beta": float(state.head.log_beta.exp())}
-        return replace(state, inner=inner), {**told, **about}
+        counts, until, heard = state.fitted.counts, state.counts_until, {}
+        if self.counts == "fresh":
+            start, until = slice_.bounds[-1].part("train")
+            counts = count_items(slice_.past, (start, until), until, slice_.n_train_items)
+        elif state.noise:
+            seed = world.config.seed
+            noise = seeded_noise(stream(seed, "popularity noise", slice_.index))
+            counts, n = release_popularity(counts, slice_, state.noise, noise, SeededDraws(seed))
+            heard = {"popularity_clients": n, "popularity_noise": state.noise}
+        fitted = FittedHead(state.fitted.head, counts)
+        state = replace(state, inner=inner, fitted=fitted, counts_until=until, slice_index=slice_.index)
+        return state, {**told, **heard, **about_head(fitted)}
 
     def score(self, world: World, state: HeadedState, queries: Queries) -> Float[Tensor, "B I"]:
         scores = self.inner.score(world, state.inner, queries)
-        return with_head(state.head.to(scores.device), scores, queries) if state.worn else scores
+        if not state.fitted.head.worn:
+            return scores
+        return with_head(state.fitted, scores.cpu(), moved(queries, "cpu")).to(scores.device)
 
     def evidence(self, state: HeadedState) -> Evidence:
-        return replace(self.inner.evidence(state.inner), head_target=state.newest_answer)
+        inner = self.inner.evidence(state.inner)
+        return replace(inner, head_target=state.newest_answer, counts_until=state.counts_until)
 
-    @torch.no_grad()
-    def fit(self, world: World, inner: Any) -> tuple[Head, bool, int]:
-        """The head for this state of the method, whether it is worn, and the newest event it has seen."""
-        base, length = world.base, world.config.backbone.history_length
-        asked = halves(base.validation)[1]
-        first = len(base.validation) - slim(len(asked), asked.n_items)
-        at, parts = world.backbone.items.device, []
-        for start in range(first, len(base.validation), AT_ONCE):
-            chunk = np.arange(start, min(start + AT_ONCE, len(base.validation)))
-            queries = base.queries(chunk, length)
-            scores = self.inner.score(world, inner, moved(trimmed(queries), at)).cpu()
-            parts.append(examples_of(scores, base.validation.positives[chunk], queries))
-        newest = int(base.validation.positions[-1]) if parts else -1
-        if not parts:
-            return Head().requires_grad_(False).eval(), False, newest
-        with torch.enable_grad():
-            head, worn = fit_head(join(parts), world.config.seed)
-        return head, worn, newest
+    def releases(self, world: World, state: HeadedState, slices_ahead: int = 0) -> Ledger:
+        """What the method inside releases, and popularity once a slice where that is released."""
+        inside = self.inner.releases(world, state.inner, slices_ahead) if isinstance(self.inner, Releasing) else ()
+        made = state.slice_index + slices_ahead
+        popularity = popularity_stream(world.config.privacy, made, state.noise)
+        return (*inside, *(ledger((popularity,)) if state.noise and made else ()))
+
+    def plan_popularity(self, world: World) -> Stream | None:
+        """The stream of popularity with its noise, where a rehearsal on the base block says that it pays."""
+        config = world.config
+        asked = popularity_stream(config.privacy, config.stream.n_slices, config.privacy.newcomer_noise)
+        if config.privacy.trust != "central" or "popularity" in ablations_of(config.protofed) or not asked.rounds:
+            return None
+        (planned,) = plan_releases(config.privacy, (asked,))
+        backbone = Frozen(new_rows=False)
+        start = backbone.start(world)
+        pairs = [
+            (examples, fit_head(examples, config.seed, own=self.own))
+            for noise in (0.0, planned.noise_multiplier)
+            for examples in [examples_at(backbone, world, start, AGES, noise, "released")]
+        ]
+        return planned if gain_of(*pairs[1], *pairs[0], config.seed) else None
+
+
+def popularity_stream(privacy: PrivacyConfig, rounds: int, noise: float) -> Stream:
+    """So many releases of popularity by everybody; without a budget with twice the noise of the rounds."""
+    noise = noise or (0.0 if privacy.target_epsilon else 2 * privacy.noise_multiplier)
+    return Stream("popularity", 1.0, rounds, noise, SHARE)
+
+
+def about_head(fitted: FittedHead) -> dict[str, int | float]:
+    """What the run's log keeps of a head."""
+    head = fitted.head
+    worn = {"head_own_past": int(head.own is not None), "head_items": int(head.items is not None)}
+    return {**worn, "head_beta": float(head.log_beta.detach().exp())}
+
+
+def later_half(base: TimeSlice) -> np.ndarray:
+    """The log positions of the questions that heads are fitted on: those that stop no training."""
+    n = len(base.validation)
+    return base.validation.positions[n - slim(n - n // 2, base.validation.n_items) :]
+
+
+def counts_at(world: World, counts: Counts, age: int, noise: float = 0.0) -> ItemCounts:
+    """What the head reads, as it was so many parts before the base block's end; with noise, and told since then."""
+    base = world.base
+    if counts == "fresh":
+        start, end = base.bounds[-1].part("train")
+        return count_items(base.past, (end - (end - start) // PARTS, end), end, base.n_train_items)
+    if not noise:
+        return base_votes(base, age)
+    return rehearse_popularity(base, age, noise, seeded_noise(stream(world.config.seed, "popularity rehearsal", age)))
+
+
+@torch.no_grad()
+def examples_at(
+    method: Method[Any], world: World, inner: Any, ages: tuple[int, ...], noise: float, counts: Counts
+) -> Examples:
+    """The questions a head is fitted on, each asked at one of these ages in turn."""
+    base, n, at = world.base, len(world.base.validation), world.backbone.items.device
+    places = np.arange(n - len(later_half(base)), n)
+    parts = []
+    for which, age in enumerate(ages):
+        aged = forget_items(inner, base_votes(base, age).known) if age else inner
+        told = counts_at(world, counts, age, noise)
+        for chunk in chunks(places[which :: len(ages)]):
+            queries = base.queries(chunk, world.config.backbone.history_length)
+            scores = method.score(world, aged, moved(trimmed(queries), at)).cpu()
+            parts.append(examples_of(scores, base.validation.positives[chunk], queries, told))
+    return join(parts)
+
+
+def chunks(places: np.ndarray) -> Iterator[np.ndarray]:
+    """Not too many at once; a single empty one where there are none."""
+    for start in range(0, max(len(places), 1), AT_ONCE):
+        yield places[start : start + AT_ONCE]
+
+
+def forget_items(state: Any, known: int) -> Any:
+    """The state with a backbone that has no rows for items from number `known` on; a state without one as it is."""
+    backbone = getattr(state, "backbone", None)
+    if not isinstance(backbone, SASRec):
+        return state
+    shorter = copy.deepcopy(backbone)
+    shorter.has_row[known:] = False
+    return replace(state, backbone=shorter)
 
 
 def under_head(method: Method[Any], config: RunConfig) -> Method[Any]:
     """The method, with a head where the config asks for one."""
-    return Headed(method) if config.scoring.head else method
+    if not config.scoring.head:
+        return method
+    out = ablations_of(config.protofed)
+    return Headed(method, counts_for(config), own="own-past" not in out, items="item-counts" not in out)
+
+
+def counts_for(config: RunConfig) -> Counts:
+    """Which counts the head of this run may read: what is shared says it."""
+    if private_by_itself(config.method, config.protofed.mode):
+        return "released" if config.protofed.mode == "private" else "base"
+    return "base" if config.privacy.wrap or shares_nothing(config) else "fresh"
 
 
 def without_head(method: Method[Any], state: Any) -> tuple[Method[Any], Any]:

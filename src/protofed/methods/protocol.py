@@ -12,7 +12,8 @@ from protofed.backbone.training import Descend
 from protofed.client.model import Model
 from protofed.client.state import DeviceState
 from protofed.config import RunConfig
-from protofed.inference.head import Head
+from protofed.federation.plan import Plan
+from protofed.inference.head import FittedHead
 from protofed.privacy.ledger import Ledger
 from protofed.privacy.upload import RoundRule
 from protofed.progress import Progress, silent
@@ -32,6 +33,7 @@ class World:
     base: TimeSlice
     backbone: SASRec
     progress: Progress = silent
+    beside: Plan = ()  # streams that are released beside the method's own, out of the same budget
 
 
 @runtime_checkable
@@ -75,7 +77,7 @@ class Published:
     devices: DeviceState
     rule: RoundRule | None  # None: nothing leaves a device
     next_round: int
-    head: Head | None = None
+    head: FittedHead | None = None
 
 
 @runtime_checkable

@@ -88,8 +88,17 @@ def check_claim(config: RunConfig) -> None:
 
 
 def as_run(config: RunConfig) -> RunConfig:
-    """The config with the paper's own numbers where the mode is literal and nothing else was asked for."""
+    """The config as ProtoFed-SP runs it: literal with the paper's own numbers where nothing else was asked for.
+
+    What --share says is the private mode: with all its releases, or with none.
+    """
     settings = config.protofed
+    if settings.mode == "private":
+        return replace(config, protofed=replace(settings, mode="reference"))
+    if settings.mode == "nothing":
+        without = ",".join(sorted(ablations_of(settings) | {"static-prototypes"}))
+        settings = replace(settings, mode="reference", ablate=without, newcomers="mean-row")
+        return replace(config, protofed=settings, privacy=replace(config.privacy, trust="central"))
     if settings.mode != "literal":
         return config
     k = settings.prototypes or PRINTED_PROTOTYPES
@@ -104,7 +113,7 @@ def streams_asked(config: RunConfig) -> Plan:
     rounds, noise = n_slices * privacy.rounds_per_slice, privacy.noise_multiplier
     rows = privacy.newcomer_noise or (0.0 if privacy.target_epsilon else 2 * noise)
     return (
-        Stream("prototypes", privacy.sampling_rate, rounds, noise),
+        Stream("prototypes", privacy.sampling_rate, rounds if uploads_happen(config) else 0, noise),
         Stream("new items", 1.0, n_slices if rounds else 0, rows, privacy.newcomer_share),
     )
 

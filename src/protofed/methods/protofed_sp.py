@@ -51,6 +51,7 @@ from protofed.slices.histories import Queries
 from protofed.slices.leaks import Evidence
 from protofed.slices.stream import TimeSlice
 
+TOGETHER = 0.7  # of its share, for rows of new items where another release is paid beside them
 PRINTED_PERIOD = 500  # local steps between two uploads of a client
 
 
@@ -233,7 +234,7 @@ def with_public_rows(
     world: World, state: ProtoFedState, slice_: TimeSlice, descend: Descend
 ) -> tuple[ProtoFedState, dict[str, Any]]:
     """Public rows of new items: by the shared rule, in the private mode from noised sums or not at all."""
-    if world.config.protofed.mode == "reference":
+    if as_run(world.config).protofed.mode == "reference":
         return add_new_item_rows(world, state, slice_) if state.newcomer_noise else (state, {})
     before = BackboneState(state.backbone, state.slice_index, state.newest_target)
     after, told = learn_new_rows(world, before, slice_, descend)
@@ -253,11 +254,12 @@ def add_new_item_rows(world: World, state: ProtoFedState, slice_: TimeSlice) -> 
 def plan_noise(world: World, config: RunConfig) -> tuple[Plan, Float[Tensor, "T f d"]]:
     """The noise of the stream, and the maps from new items' noised sums to rows; none where they are not worth it."""
     prototypes, rows = streams_asked(config)
+    rows = replace(rows, share=TOGETHER * (rows.share or 0.0)) if world.beside else rows
     private, nothing = config.protofed.mode == "reference", torch.zeros(0, 1, config.backbone.width)
-    without = plan_releases(config.privacy, (prototypes, replace(rows, rounds=0)), private=private)
+    without = plan_releases(config.privacy, (prototypes, replace(rows, rounds=0), *world.beside), private=private)[:2]
     if not may_introduce(config):
         return without, nothing
-    plan = plan_releases(config.privacy, (prototypes, rows), private=private)
+    plan = plan_releases(config.privacy, (prototypes, rows, *world.beside), private=private)[:2]
     noise, seed = plan[1].noise_multiplier, config.seed
     maps = rehearse_maps(world.backbone, world.base, config.stream.n_slices, noise, seed)
     if config.protofed.newcomers == "noised" or worth_telling(world.backbone, world.base, maps, noise, seed):

@@ -44,6 +44,16 @@ LOCAL_RATES: tuple[Value, ...] = (1e-4, 3e-4, 1e-3, 3e-3)  # of a client's own s
 PROMPTS: tuple[Value, ...] = (1e-3, 1e-2, 5e-2, 0.1)  # rates of a prompt
 MODULES: tuple[Value, ...] = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)  # rates of adapters, prefixes, low-rank updates
 BUFFERS: Space = {"hyper.beta": (0.3, 1.0, 3.0), "hyper.capacity.share": (0.01, 0.05, 0.1)}
+DEVICES: Space = {  # how prompts and own rows learn
+    "protofed.long_rate": (1e-3, 5e-3, 2e-2),
+    "protofed.short_rate": (0.03, 0.1, 0.3),
+    "protofed.row_rate": (2e-3, 5e-3, 1e-2),
+    "protofed.met_boost": (1.0, 3.0, 5.0),
+    "protofed.sparsity": (0.3, 1.0, 3.0),
+    "protofed.lambda_max": (0.3, 1.0, 3.0),
+    "protofed.temperature": (0.03, 0.07, 0.2),
+    "protofed.local_steps": (10, 20, 40),
+}
 
 FINE_TUNING = (
     *("finetune-last", "full-retrain", "ewc", "si", "mas", "lwf", "sail-piw"),
@@ -57,16 +67,8 @@ SPACES: Mapping[str, Space] = {
     "personal-memory": {},  # its weight and half-life belong to its definition
     "full-retrain": {},  # trains as the warm-up does, whose settings are everybody's
     "finetune-last": SLICE_RATES,
-    "protofed-sp": {
-        "protofed.long_rate": (1e-3, 5e-3, 2e-2),
-        "protofed.short_rate": (0.03, 0.1, 0.3),
-        "protofed.row_rate": (2e-3, 5e-3, 1e-2),
-        "protofed.met_boost": (1.0, 3.0, 5.0),
-        "protofed.sparsity": (0.3, 1.0, 3.0),
-        "protofed.lambda_max": (0.3, 1.0, 3.0),
-        "protofed.temperature": (0.03, 0.07, 0.2),
-        "protofed.local_steps": (10, 20, 40),
-    },
+    "protofed-sp": DEVICES,
+    "protofed": DEVICES,  # its head is fitted, not searched
     "ewc": {"hyper.strength": WEAK, "hyper.decay": (0.9, 1.0), **SLICE_RATES},
     "si": {"hyper.strength": (0.001, 0.01, 0.1, 1.0, 10.0), "hyper.damping": (1e-3, 0.1), **SLICE_RATES},
     "mas": {"hyper.strength": WEAK, "hyper.accumulate": ("sum", "average"), **SLICE_RATES},

@@ -26,6 +26,18 @@ CLAIM = (
 )
 
 
+NOTHING = (
+    "ε = 0 for a user's events after the base block: nothing made from them leaves the device. The catalogue, slice "
+    "edges, preprocessing and hyper-parameters are taken as public; published metrics are not covered. Events in the "
+    "base block were collected centrally and are not protected ({share} later users have some)."
+)
+
+
+def claim_of_nothing(share: float | None) -> str:
+    """The claim of a run that shares nothing after the base block."""
+    return NOTHING.format(share="some" if share is None else f"{100 * share:.3g} % of")
+
+
 def claim(deltas: Collection[float], shares: Collection[float] = ()) -> str:
     """The claim at the δ of a run (or of several), and with the share of later users who have base events too."""
     figures = [f"{100 * share:.3g}" for share in (min(shares), max(shares))] if shares else []

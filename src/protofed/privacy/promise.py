@@ -6,12 +6,19 @@ from pathlib import Path
 
 from protofed.errors import MissingExtra
 from protofed.privacy.accountant import adjacency, epsilon, rounded_up
-from protofed.privacy.ledger import SHARE, claim, read_ledger, share_beside
+from protofed.privacy.ledger import SHARE, claim, claim_of_nothing, read_ledger, share_beside
 
 
-def promised(ledger: Path, delta: float) -> dict[str, object] | None:
-    """What the run's ledger promises against both adversaries, or why no ε is stated; None where there is no claim."""
+def promised(ledger: Path, delta: float, *, nothing: bool = False) -> dict[str, object] | None:
+    """What the run's ledger promises against both adversaries, or why no ε is stated; None where there is no claim.
+
+    `nothing`: the run lets nothing leave a device after the base block.
+    """
     releases, trust = read_ledger(ledger)
+    if not releases and nothing:
+        share = share_beside(ledger)
+        zero = {"epsilon_release": 0.0, "epsilon_server": 0.0, "delta": 0.0, "unit": "user", "releases": []}
+        return {**zero, SHARE: share, "claim": claim_of_nothing(share)}
     if not releases:
         return None
     said: dict[str, object] = {"trust": trust, "adjacency": adjacency(trust), "unit": "user", "delta": delta}
@@ -30,6 +37,9 @@ def promise_lines(said: object) -> Iterator[str]:
     """What was promised, for people; δ is in the claim."""
     if not isinstance(said, dict):
         yield "privacy: no claim; nothing this run shared was noised"
+        return
+    if not said["releases"]:
+        yield f"privacy: {said['claim']}"
         return
     rounds = "; ".join(
         f"{r['stream']}: noise multiplier {r['noise_multiplier']:g}, rate {r['sampling_rate']:g}, {r['count']} rounds"

@@ -27,6 +27,7 @@ class Evidence:
     item_rows: int | None = None  # items with a row of their own
     popularity: Int[Tensor, " n"] | None = None  # item counts the state scores with
     head_target: int | None = None  # log position of the newest event that a head was fitted on
+    counts_until: int | None = None  # log position where the counts that a head reads end
 
 
 def check_candidates(stream: SliceStream, asked: QuerySet) -> None:
@@ -75,6 +76,11 @@ def check_evidence(stream: SliceStream, slice_index: int, evidence: Evidence) ->
         raise LeakError(
             f"a head fitted after the base block: on an event at log position {evidence.head_target}, the base block's "
             f"validation part ends at {stream.bounds[0].val_end}"
+        )
+    if evidence.counts_until is not None and evidence.counts_until > bounds.train_end:
+        raise LeakError(
+            f"counts of later events under a head: they end at log position {evidence.counts_until}, the train part of "
+            f"slice {slice_index} ends at {bounds.train_end}"
         )
     if evidence.popularity is not None:
         _check_popularity(stream, slice_index, evidence.popularity)
