@@ -9,11 +9,13 @@ from pathlib import Path
 
 import torch
 
+from protofed.backbone.content import with_nearest
 from protofed.backbone.kept_epochs import KeptEpochs
 from protofed.backbone.sasrec import SASRec, at_rest
 from protofed.backbone.training import Fit, PlainDescent, Task, everything, numbers_in, train
 from protofed.config import RunConfig
 from protofed.errors import RunFolderError, StorageError
+from protofed.features.content import Content
 from protofed.files import UNFINISHED, in_turn, load_tensors, make_folder, save_tensors
 from protofed.progress import Progress, silent
 from protofed.seeds import stream
@@ -63,6 +65,20 @@ def content_key(config: RunConfig, data: SliceStream, device: torch.device) -> s
 
 
 def cached_warm_up(
+    config: RunConfig,
+    data: SliceStream,
+    cache: Path,
+    *,
+    device: torch.device,
+    content: Content | None = None,
+    progress: Progress = silent,
+) -> tuple[SASRec, Fit]:
+    """The warm-up from the cache folder, or trained now and put there; with the content rows that are asked for."""
+    model, fit = cached_backbone(config, data, cache, device=device, progress=progress)
+    return (model if content is None else with_nearest(model, content, config.content.neighbours)), fit
+
+
+def cached_backbone(
     config: RunConfig, data: SliceStream, cache: Path, *, device: torch.device, progress: Progress = silent
 ) -> tuple[SASRec, Fit]:
     """The warm-up from the cache folder, or trained now and put there.
