@@ -194,7 +194,7 @@ class RunConfig:
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
-    content: ContentConfig = field(default_factory=ContentConfig)
+    content: ContentConfig = field(default_factory=ContentConfig)  # what is publicly known of items
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     peft: PeftConfig = field(default_factory=PeftConfig)
     protofed: ProtoFedConfig = field(default_factory=ProtoFedConfig)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from protofed.backbone.sasrec import ContentRows, SASRec
+from protofed.backbone.sasrec import CONTENT, ContentRows, SASRec
 from protofed.features.content import PLACE, Content, Modality
 
 EARTH_KM = 6371.0088
@@ -133,7 +133,7 @@ def with_nearest(model: SASRec, content: Content, neighbours: int) -> SASRec:
     """A copy that reads and scores items without a trained row by those of their nearest known items."""
     model = copy.deepcopy(model)
     rows = Nearest(content, model.has_row, model.items.shape[1], neighbours)
-    model.register_module("content_rows", rows.to(model.items.device))
+    model.register_module(CONTENT, rows.to(model.items.device))
     model.refresh_mean_row()
     return model.eval()
 
@@ -141,6 +141,6 @@ def with_nearest(model: SASRec, content: Content, neighbours: int) -> SASRec:
 def like_content_of(model: SASRec, other: SASRec) -> SASRec:
     """The model itself, with content rows as the other has them where they follow the trained ones, not elsewhere."""
     if isinstance(other.content, Nearest):
-        model.register_module("content_rows", copy.deepcopy(other.content).to(model.items.device))
+        model.register_module(CONTENT, copy.deepcopy(other.content).to(model.items.device))
         model.refresh_mean_row()
     return model

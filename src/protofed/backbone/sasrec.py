@@ -44,6 +44,7 @@ class ContentRows(nn.Module):
 
 
 Embed = Callable[[Tensor], Tensor]  # items (B, n) -> rows (B, n, d); a client may have rows of its own
+CONTENT = "content_rows"  # the name of the module that holds them
 ROW_SCALE = 0.4  # length of a fresh item row: short rows learn faster and over-fit later than unit ones
 
 
@@ -166,7 +167,7 @@ class SASRec(nn.Module):
     @property
     def content(self) -> "ContentRows | None":
         """Rows of items without a trained one, from what is known of them; None where nothing is."""
-        return self._modules.get("content_rows")  # type: ignore[return-value]
+        return self._modules.get(CONTENT)  # type: ignore[return-value]
 
     def refresh_mean_row(self) -> None:
         """Recompute the rows that stand for items without one, in place; call after training."""
