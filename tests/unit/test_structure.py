@@ -35,6 +35,7 @@ ORDER = (
         "config",
         "snapshot",
         "data",
+        "features",
         "slices",
         "evaluation",
         "backbone",
@@ -176,7 +177,7 @@ def test_an_extra_is_told_with_the_packages_that_pyproject_names_and_something_i
     sources = "\n".join(path.read_text(encoding="utf-8") for path in modules())
     for package in (package for packages in EXTRAS.values() for package in packages):
         module = MODULES.get(package, package)
-        assert re.search(rf"(import|from) {module}\b|import_module\(.*{module}", sources), package
+        assert re.search(rf"(import|from) {module}\b|(import_module\(.*|package_folder\(.){module}", sources), package
 
 
 def test_a_missing_package_of_an_extra_is_told_without_importing_the_others(monkeypatch):

@@ -60,14 +60,16 @@ def neighbour_means(
 def with_new_rows(model: SASRec, slice_: TimeSlice) -> tuple[SASRec, Bool[Tensor, " n"]]:
     """A copy with rows for the items met in this slice's train part that had none, and which rows those are.
 
-    An item that co-occurs with no item that has a row keeps the mean row, but is trainable from now on.
+    An item that co-occurs with no item that has a row keeps the mean row, or its row from content, but is trainable
+    from now on.
     """
     bigger = grown(model, slice_.n_train_items)
     met = slice_.train_counts() > 0
     new = met & ~bigger.has_row.cpu()
     wanted = new.nonzero()[:, 0].numpy()
     rows, found = neighbour_means(slice_, model, wanted)
-    rows = torch.where(found[:, None], rows, model.mean_row.cpu())
+    start = model.untrained(new.nonzero()[:, 0].to(model.items.device)).cpu()
+    rows = torch.where(found[:, None], rows, start)
     with torch.no_grad():
         bigger.items[new.to(bigger.items.device)] = rows.to(bigger.items.device)
     bigger.has_row |= new.to(bigger.has_row.device)

@@ -59,7 +59,7 @@ AFTER = ("after_attention", "after_ffn")
 @torch.no_grad()
 def lay_out(model: SASRec, n_items: int, prompt_length: int) -> FlatBackbone:
     """The flat form of a backbone at rest."""
-    known = model.knows(torch.arange(n_items, device=model.items.device))
+    known = model.tells_apart(torch.arange(n_items, device=model.items.device))
     return FlatBackbone(
         rows=model.rows(n_items).detach().contiguous(),
         lacking=None if bool(known.all()) else ~known,

@@ -15,7 +15,36 @@ from protofed.seeds import seeded
 from protofed.slices.histories import BOS
 from protofed.slices.lines import Lines
 
+
+class ContentRows(nn.Module):
+    """Rows of items that have no trained one, from what is publicly known of them; `described` says which have any.
+
+    Here they are fixed; a subclass may make them anew from the rows that others have.
+    """
+
+    rows: Tensor
+    described: Tensor
+
+    def __init__(self, rows: Float[Tensor, "C d"], described: Bool[Tensor, " C"]) -> None:
+        super().__init__()
+        self.register_buffer("rows", rows)
+        self.register_buffer("described", described)
+
+    def describes(self, items: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+        """Which items have such a row."""
+        return (items >= 0) & (items < len(self.rows)) & self.described[items.clamp(0, len(self.rows) - 1)]
+
+    def rows_of(self, items: Int[Tensor, "*shape"], otherwise: Float[Tensor, " d"]) -> Float[Tensor, "*shape d"]:
+        """The items' rows, and one for all others."""
+        found = F.embedding(items.clamp(0, len(self.rows) - 1), self.rows)
+        return torch.where(self.describes(items)[..., None], found, otherwise)
+
+    def refresh(self, items: Float[Tensor, "R d"], has_row: Bool[Tensor, " R"]) -> None:
+        """Follow the trained rows, in place; these do not."""
+
+
 Embed = Callable[[Tensor], Tensor]  # items (B, n) -> rows (B, n, d); a client may have rows of its own
+CONTENT = "content_rows"  # the name of the module that holds them
 ROW_SCALE = 0.4  # length of a fresh item row: short rows learn faster and over-fit later than unit ones
 
 
@@ -87,7 +116,8 @@ class SASRec(nn.Module):
     """f_theta: scores are inner products of the last hidden state with item rows, shared by input and output.
 
     Rows exist only for items seen up to the newest train cut the model has learned from; `has_row` says which of them
-    were ever initialised. Every other item is read and scored with the mean row. `prompt` and `prefix` are small
+    were ever initialised. Every other item is read and scored with the mean row or, where the model was given content
+    (backbone/content.py), with a row made from what is publicly known of it. `prompt` and `prefix` are small
     modules that may be attached (backbone/small_modules.py); a prompt that a caller gives takes the own one's place.
     """
 
@@ -134,17 +164,32 @@ class SASRec(nn.Module):
     def n_rows(self) -> int:
         return len(self.items)
 
+    @property
+    def content(self) -> "ContentRows | None":
+        """Rows of items without a trained one, from what is known of them; None where nothing is."""
+        return self._modules.get(CONTENT)  # type: ignore[return-value]
+
     def refresh_mean_row(self) -> None:
-        """Recompute the row that stands for items without one, in place; call after training."""
+        """Recompute the rows that stand for items without one, in place; call after training."""
         self.mean_row.copy_(self.items.detach()[self.has_row].mean(0))
+        if self.content is not None:
+            self.content.refresh(self.items.detach(), self.has_row)
 
     def knows(self, items: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
         """Which items have a row of their own."""
         return (items >= 0) & (items < self.n_rows) & self.has_row[items.clamp(0, self.n_rows - 1)]
 
+    def tells_apart(self, items: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
+        """Which items have a row that is not everybody's: a trained one, or one from content."""
+        return self.knows(items) if self.content is None else self.knows(items) | self.content.describes(items)
+
+    def untrained(self, items: Int[Tensor, "*shape"]) -> Float[Tensor, "*#shape d"]:
+        """The rows that items have without a trained one."""
+        return self.mean_row if self.content is None else self.content.rows_of(items, self.mean_row)
+
     def embed(self, items: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape d"]:
         inside = items.clamp(0, self.n_rows - 1)
-        return torch.where(self.knows(items)[..., None], F.embedding(inside, self.items), self.mean_row)
+        return torch.where(self.knows(items)[..., None], F.embedding(inside, self.items), self.untrained(items))
 
     def token_inputs(self, tokens: Int[Tensor, "B L"], embed: Embed | None = None) -> Float[Tensor, "B L d"]:
         """Input vectors of history tokens: item row or BOS, scaled, plus the position counted from the right end."""
@@ -189,14 +234,14 @@ class SASRec(nn.Module):
         return self.norm(x[:, -1])  # type: ignore[no-any-return]
 
     def scores(self, hidden: Float[Tensor, "B d"], n_items: int) -> Float[Tensor, "B I"]:
-        known = self.knows(torch.arange(n_items, device=self.items.device))
+        known = self.tells_apart(torch.arange(n_items, device=self.items.device))
         # A matrix product rounds some columns differently, and items that share the mean row have to tie.
         return torch.where(known, hidden @ self.rows(n_items).T, (hidden @ self.mean_row)[:, None])
 
     def scores_among(self, hidden: Float[Tensor, "B d"], items: Int[Tensor, "B n"]) -> Float[Tensor, "B n"]:
         """`scores` of a few items for each query."""
         own = (self.embed(items) @ hidden[..., None])[..., 0]
-        return torch.where(self.knows(items), own, (hidden @ self.mean_row)[:, None])
+        return torch.where(self.tells_apart(items), own, (hidden @ self.mean_row)[:, None])
 
     def rows(self, n_items: int) -> Float[Tensor, "I d"]:
         """The row each of items 0 .. n_items - 1 is scored with."""

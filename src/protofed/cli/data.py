@@ -49,7 +49,7 @@ def prepare(
     overwrite: bool = typer.Option(False, "--overwrite", help="Replace a different log of that name."),
     as_json: bool = AS_JSON,
 ) -> None:
-    """Read official files once and write them as a prepared log."""
+    """Read official files once and write them as a prepared log, with the item table that lies beside them."""
     from protofed.data import catalog, prepared
     from protofed.data.stats import counts
 
@@ -57,15 +57,23 @@ def prepare(
     catalog.check_encoding(encoding)
     with shown(Console(stderr=True)) as progress:
         log = catalog.loader(dataset)(source, progress, encoding=encoding)
+        from protofed.data.datasets.items import official_items
+
+        about = official_items(dataset.name, source, progress, encoding=encoding)
     target = target or (log.name if dataset is catalog.RECBOLE else name)
     note: dict[str, object] = {"dataset": dataset.name, "family": dataset.family, "file": source.name, "rows": len(log)}
     note |= {"encoding": encoding} if encoding != catalog.UTF8 else {}
-    file = prepared.save_log(log, root, target, source=note, overwrite=overwrite)
+    items = None if about is None else about[0].table
+    note |= {"items": about[1].name} if about is not None else {}
+    file = prepared.save_log(log, root, target, source=note, items=items, overwrite=overwrite)
     size = counts(log)
     if as_json:
         _print_json({"name": target, "file": str(file), "rows": size.rows, "users": size.users, "items": size.items})
         return
     typer.echo(f"{file}: {size.rows:,} rows, {size.users:,} users, {size.items:,} items")
+    if about is not None:
+        told = ", ".join(role for role in about[0].columns if role != "item")
+        typer.echo(f"{file.with_name(prepared.ITEMS_FILE)}: {about[0].table.num_rows:,} items with {told or 'nothing'}")
 
 
 @app.command("stats")

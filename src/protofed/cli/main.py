@@ -9,6 +9,7 @@ import typer
 from protofed.cli import data as data_commands
 from protofed.cli.bench import bench
 from protofed.cli.demo import demo
+from protofed.cli.features import features
 from protofed.cli.group import Group
 from protofed.cli.pack import pack
 from protofed.cli.privacy import privacy
@@ -62,6 +63,7 @@ def about(
 
 app.add_typer(data_commands.app, name="data", help="Import, prepare, list and count logs.")
 app.command()(run)
+app.command()(features)
 app.command()(recommend)
 app.command()(bench)
 app.command()(report)

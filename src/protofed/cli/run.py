@@ -4,6 +4,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence, Set
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from protofed.data.interactions import InteractionLog
+    from protofed.data.synthetic import DriftingWorld
     from protofed.experiments.publish import Surroundings
 
 CACHE = Path.home() / ".cache" / "protofed"
@@ -39,6 +41,9 @@ def run(
     noise_multiplier: Annotated[float | None, typer.Option(help="Noise of every round, instead of a budget.")] = None,
     trust: Annotated[str | None, typer.Option(help="Who adds the noise: central, secure-aggregation or local.")] = None,
     ablate: Annotated[list[str] | None, typer.Option(help=f"Leave out a part of {OURS}; repeatable.")] = None,
+    features: Annotated[
+        str | None, typer.Option(help="What is known of items: place, category, text, image, vectors; comma-separated.")
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings; flags override it.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="Any setting, e.g. training.negatives=32.")
@@ -71,6 +76,7 @@ def run(
     check_budget(target_epsilon)
     given |= {"protofed.mode": share or mode, "privacy.trust": trust} | budget(target_epsilon, noise_multiplier)
     given["protofed.ablate"] = ",".join(sorted(set(ablate))) if ablate else None
+    given["content.features"] = features
     flags = {key: value for key, value in given.items() if value is not None}
     check_named(flags, config, settings or [])
     check_dial(method, share, mode)
@@ -83,6 +89,7 @@ def run(
         from protofed.experiments.run import Experiment, pick_device
         from protofed.experiments.stages import stages_of
         from protofed.experiments.summary import summarise_run
+        from protofed.features.build import content_of
         from protofed.methods.catalogue import shares_nothing
         from protofed.privacy.promise import promised
 
@@ -90,7 +97,8 @@ def run(
         progress(f"reading {chosen.dataset}", 0, None)
         log, around, n_slices = load(chosen, root), surroundings(chosen, root), chosen.stream.n_slices
         command = shlex.join(["protofed", *sys.argv[1:]])
-        experiment = Experiment(chosen, log, cache, pick_device(device), command, keep=around)
+        known = content_of(chosen.content, log, around.items, cache, progress)
+        experiment = Experiment(chosen, log, cache, pick_device(device), command, content=known, keep=around)
         progress.expect(f"{chosen.method} on {chosen.dataset}", stages_of(n_slices))
         with tracked(track, out, n_slices, progress) as watched:
             folder = experiment.run(out, watched)
@@ -219,7 +227,7 @@ def surroundings(config: RunConfig, root: Path) -> "Surroundings":
     from protofed.experiments.publish import Surroundings
 
     if config.dataset == "synthetic":
-        return Surroundings()
+        return Surroundings(items=item_table(config.dataset, root))
     items = item_table(config.dataset, root)
     if config.clients:
         return Surroundings(items=items)
@@ -231,6 +239,11 @@ def item_table(dataset: str, root: Path) -> "pa.Table | None":
     """What is known of the log's items; None without a table, or without polars, which reads it."""
     from importlib.util import find_spec
 
+    if dataset == "synthetic":
+        from protofed.data.synthetic_items import describe_items
+        from protofed.seeds import stream
+
+        return describe_items(synthetic_world(), stream(0, "synthetic items"))
     if find_spec("polars") is None:
         return None
     from protofed.data.items import load_items
@@ -240,10 +253,16 @@ def item_table(dataset: str, root: Path) -> "pa.Table | None":
 
 def synthetic_log() -> "InteractionLog":
     """The embedded world: the same events for every seed of a method."""
+    return synthetic_world().log
+
+
+@cache
+def synthetic_world() -> "DriftingWorld":
+    """The embedded world and the truth behind it."""
     from protofed.data.synthetic import drifting_world, preset
     from protofed.seeds import stream
 
-    return drifting_world(preset("default"), stream(0, "synthetic world")).log
+    return drifting_world(preset("default"), stream(0, "synthetic world"))
 
 
 def print_methods(as_json: bool) -> None:

@@ -198,13 +198,9 @@ def _first_rows(
     model: SASRec, past: Histories, until: int, clients: np.ndarray, items: np.ndarray, fresh: np.ndarray
 ) -> Float[Tensor, "P d"]:
     """Public rows of all pairs; of fresh ones without a public row, the mean public row of their own neighbours."""
-    table = model.items.detach().cpu()
-    every = torch.from_numpy(items)
-    has_row = np.zeros(int(items.max(initial=-1)) + 1, dtype=bool)
-    has_row[: model.n_rows] = model.has_row.cpu().numpy()[: len(has_row)]
-    rows = torch.where(
-        torch.from_numpy(has_row[items])[:, None], table[every.clamp(max=len(table) - 1)], model.mean_row.cpu()
-    )
+    every = torch.arange(int(items.max(initial=-1)) + 1, device=model.items.device)
+    table, has_row = model.embed(every).detach().cpu(), model.tells_apart(every).cpu().numpy()
+    rows = table[torch.from_numpy(items)]
     wanted = fresh & ~has_row[items]
     if not wanted.any():
         return rows

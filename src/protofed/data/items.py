@@ -70,9 +70,9 @@ def read_items(file: Path, *, log_column: str = "item", texts: bool | None = Non
             "call the right column `item`"
         )
     once = usable.unique("item", keep="first", maintain_order=True)
-    placed, misplaced = _placed(once)
+    usable_places, misplaced = placed(once)
     return Items(
-        _as_arrow(placed),
+        as_arrow(usable_places),
         columns,
         tuple(column for column in table.columns if column not in columns.values()),
         rows=len(found),
@@ -156,7 +156,7 @@ def _column(role: str) -> pl.Expr:
     return pl.when(text != "").then(text).alias(role)
 
 
-def _placed(items: pl.DataFrame) -> tuple[pl.DataFrame, int]:
+def placed(items: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     """The items, those at a place that does not exist without one, and how many these are."""
     present = [role for role in RANGES if role in items.columns]
     if not present:
@@ -169,7 +169,8 @@ def _placed(items: pl.DataFrame) -> tuple[pl.DataFrame, int]:
     return items.with_columns(pl.when(~nowhere).then(pl.col(role)).alias(role) for role in present), int(nowhere.sum())
 
 
-def _as_arrow(items: pl.DataFrame) -> pa.Table:
+def as_arrow(items: pl.DataFrame) -> pa.Table:
+    """Numbers as they are, all else as large strings."""
     table = items.to_arrow()
     numbers = [pa.types.is_integer(kind) or pa.types.is_floating(kind) for kind in table.schema.types]
     kinds = zip(table.column_names, table.schema.types, numbers, strict=True)

@@ -17,6 +17,7 @@ from protofed.config import RunConfig
 from protofed.data.interactions import InteractionLog
 from protofed.experiments.folder import RunFolder
 from protofed.experiments.summary import summarise_run
+from protofed.features.columns import aligned
 from protofed.federation.preparation import nobody_yet
 from protofed.files import write_text
 from protofed.inference.folder import CARD, save_parts
@@ -56,7 +57,7 @@ def publish(
         head=made.head,
         next_round=made.next_round,
         next_slice=data.n_slices + 1,
-        catalogue=Catalogue(describe_items(log.item_ids, around.items)),
+        catalogue=Catalogue(aligned(around.items, log.item_ids)),
         devices=catch_up(made.model, made.devices, data),
         bystanders=NOBODY if around.everyone is None else left_out(log, around.everyone),
     )
@@ -118,19 +119,6 @@ def left_out(log: InteractionLog, everyone: InteractionLog) -> Bystanders:
     )
     keys = torch.from_numpy(user_keys(everyone.user_ids.take(pa.array(users)).to_pylist()))
     return Bystanders(keys, events)
-
-
-def describe_items(item_ids: pa.Array, items: pa.Table | None) -> pa.Table:
-    """The model's items in their order, each with what the item table says of it; null where it says nothing."""
-    table = pa.table({"item": item_ids})
-    if items is None:
-        return table
-    known = items["item"].combine_chunks()
-    rows = pc.index_in(item_ids.cast(pa.string()), value_set=known.cast(pa.string()))
-    for name in items.column_names:
-        if name != "item":
-            table = table.append_column(name, items[name].combine_chunks().take(rows))
-    return table
 
 
 def write_card(folder: RunFolder, config: RunConfig, data: SliceStream, around: Surroundings) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from protofed.backbone.pretrain import cached_warm_up
 from protofed.backbone.training import PlainDescent
-from protofed.config import RunConfig
+from protofed.config import RunConfig, features_of
 from protofed.data.interactions import InteractionLog
 from protofed.errors import ConfigError, RunFolderError
 from protofed.experiments import folder as folders
@@ -29,6 +29,7 @@ from protofed.experiments.evaluate import (
 from protofed.experiments.folder import RunFolder
 from protofed.experiments.publish import Surroundings, publish, write_card
 from protofed.experiments.stages import CHECKING, PREPARING, WARM_UP, evaluating, learning
+from protofed.features.content import Content
 from protofed.inference.folder import CARD, MODEL
 from protofed.methods.catalogue import configured, method_named
 from protofed.methods.headed import under_head, without_head
@@ -37,7 +38,7 @@ from protofed.methods.protocol import Diagnostics, Method, Releasing, World
 from protofed.methods.scoring import refuse_prior
 from protofed.privacy.ledger import SHARE, share_with_base_events
 from protofed.progress import RUN, Progress, silent, within
-from protofed.slices.leaks import check_candidates, check_evidence
+from protofed.slices.leaks import check_candidates, check_evidence, check_public
 from protofed.slices.stream import SliceStream, TimeSlice
 from protofed.snapshot import Snapshot, restore, take_snapshot
 
@@ -55,6 +56,7 @@ class Experiment:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     command: str = "Experiment.run"
     diagonal: bool = False
+    content: Content | None = None  # what is known of the log's items, where config.content asks for it
     keep: Surroundings | None = None  # make the folder a model, with these beside the log; None: results alone
 
     def run(self, out: Path, progress: Progress = silent, *, patience: float = 0.0) -> RunFolder:
@@ -64,6 +66,7 @@ class Experiment:
         """
         method = as_asked(configured(self.config, method_named(self.config.method)), self.config)
         method = under_head(method, self.config)
+        check_content(self.config, self.content, self.log)
         data = SliceStream(self.log, self.config.stream)  # a log that cannot be cut leaves no folder behind
         with folders.opened(out, self.config, patience=patience) as folder:
             if not folder.finished:
@@ -72,6 +75,17 @@ class Experiment:
             if self.keep is not None and (out / MODEL).is_file() and not (out / CARD).is_file():
                 write_card(folder, self.config, data, self.keep)
             return folder
+
+
+def check_content(config: RunConfig, content: Content | None, log: InteractionLog) -> None:
+    """Refuse a run whose settings ask for content that it was not given, and content that tells of events."""
+    if bool(features_of(config.content)) != (content is not None):
+        raise ConfigError(
+            f"content.features is {config.content.features!r}, but the run was given "
+            f"{'no content' if content is None else 'content'}; features.build.content_of makes what settings ask for"
+        )
+    if content is not None:
+        check_public(log, content)
 
 
 @contextlib.contextmanager
@@ -132,7 +146,9 @@ def warmed_up(experiment: Experiment, folder: RunFolder, data: SliceStream, prog
     began = time.monotonic()
     config, device = experiment.config, experiment.device
     told = within(progress, WARM_UP)
-    backbone, fit = cached_warm_up(config, data, experiment.cache, device=device, progress=told)
+    backbone, fit = cached_warm_up(
+        config, data, experiment.cache, device=device, content=experiment.content, progress=told
+    )
     folder.log({"slice": 0, "stage": "warm-up", **fit.diagnostics()})
     progress(PREPARING, 0, None)
     return World(config, data.slice_(0), backbone, within(progress, PREPARING)), time.monotonic() - began

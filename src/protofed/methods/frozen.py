@@ -39,7 +39,8 @@ def rows_for(world: World, model: SASRec, slice_: TimeSlice) -> tuple[SASRec, Bo
 
 
 def with_public_rows(world: World, model: SASRec, slice_: TimeSlice) -> tuple[SASRec, Bool[Tensor, " n"]]:
-    """A copy that has read nothing of the slice but the size of the catalogue: new items start at the mean row.
+    """A copy that has read nothing of the slice but the size of the catalogue: new items start at the mean row or at
+    the one from content.
 
     Where all weights train, every row of the catalogue may be moved by noised steps, met or not; elsewhere new items
     have none. No row is to be learned apart from the others: which ones were met is the users' secret.
@@ -48,7 +49,7 @@ def with_public_rows(world: World, model: SASRec, slice_: TimeSlice) -> tuple[SA
     none = torch.zeros(bigger.n_rows, dtype=torch.bool)
     if world.config.variant == "standard":
         with torch.no_grad():
-            bigger.items[~bigger.has_row] = model.mean_row
+            bigger.items[~bigger.has_row] = model.untrained((~bigger.has_row).nonzero()[:, 0])
         bigger.has_row = torch.ones_like(bigger.has_row)
         bigger.refresh_mean_row()
     return bigger, none

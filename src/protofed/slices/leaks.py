@@ -8,11 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Int
+from scipy.stats import rankdata
 from torch import Tensor
 
+from protofed.data.interactions import InteractionLog
 from protofed.errors import LeakError
+from protofed.features.content import PLACE, Content
 from protofed.slices.candidates import NO_CANDIDATE
 from protofed.slices.stream import QuerySet, SliceStream
+
+SAME_ORDER = 0.9  # Spearman's correlation from which a column counts as a statistic of events
+FEWEST_RANKED, MIN_LEVELS = 20, 5  # fewer items, or columns of fewer values, rank alike by chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,48 @@ def check_candidates(stream: SliceStream, asked: QuerySet) -> None:
     if wrong.any():
         user = int(asked.users[int(wrong.argmax())])
         raise LeakError(f"a positive among the negatives: user {user} has met one of its candidates by position {end}")
+
+
+def check_public(log: InteractionLog, content: Content) -> None:
+    """Nothing that is given as known of items says when, how often or how well liked they were met in the log.
+
+    A catalogue is public; a column that ranks items as their counts or times do was made from events, later ones too.
+    """
+    facts = facts_of_events(log)
+    for modality in content.modalities:
+        if modality.name == PLACE:
+            continue
+        there = modality.present.numpy()
+        for column, values in enumerate(modality.vectors[modality.present].double().numpy().T):
+            for what, truth in facts.items():
+                if is_same_order(values, truth[there]):
+                    raise LeakError(
+                        f"a statistic of events among what is known of items: column {column} of {modality.name} ranks "
+                        f"them as {what} in the log does; leave the column out"
+                    )
+
+
+def facts_of_events(log: InteractionLog) -> dict[str, np.ndarray]:
+    """What the log's events say of each item, of all slices: what no description may know."""
+    items, places = log.items.numpy(), np.arange(len(log))
+    first, last = np.full(log.n_items, len(log)), np.zeros(log.n_items, dtype=np.int64)
+    np.minimum.at(first, items, places)
+    np.maximum.at(last, items, places)
+    counts = np.bincount(items, minlength=log.n_items)
+    times = log.times.numpy()
+    facts = {"their number of events": counts, "their first event": times[first], "their last event": times[last]}
+    if log.ratings is not None:
+        sums = np.bincount(items, weights=np.nan_to_num(log.ratings.numpy()), minlength=log.n_items)
+        facts["their mean rating"] = sums / np.maximum(counts, 1)
+    return facts
+
+
+def is_same_order(values: np.ndarray, truth: np.ndarray) -> bool:
+    """Whether two columns rank nearly alike, upwards or downwards: Spearman's correlation, ties at their mean rank."""
+    if len(values) < FEWEST_RANKED or len(np.unique(values)) < MIN_LEVELS or len(np.unique(truth)) < MIN_LEVELS:
+        return False
+    ranks = [rankdata(column) for column in (values, truth)]
+    return bool(abs(np.corrcoef(*ranks)[0, 1]) > SAME_ORDER)
 
 
 def check_evidence(stream: SliceStream, slice_index: int, evidence: Evidence) -> None:

@@ -4,7 +4,7 @@ import copy
 
 from torch import Generator, nn
 
-from protofed.backbone.sasrec import SASRec, at_rest
+from protofed.backbone.sasrec import CONTENT, SASRec, at_rest
 
 
 class Extended(SASRec):
@@ -21,6 +21,8 @@ class Extended(SASRec):
 def plain(model: SASRec) -> SASRec:
     """A copy without what was added."""
     bare = SASRec(model.config, model.n_rows, Generator().manual_seed(0)).to(model.items.device)
+    if model.content is not None:
+        bare.register_module(CONTENT, copy.deepcopy(model.content))
     weights = model.state_dict()
     bare.load_state_dict({name: weights[name] for name in bare.state_dict()})
     return at_rest(bare)

@@ -119,7 +119,7 @@ def with_rows(world: World, model: SASRec, slice_: TimeSlice, *, train: bool) ->
         return model
     bigger = grown(model, slice_.n_train_items)
     with torch.no_grad():
-        bigger.items[~bigger.has_row] = model.mean_row
+        bigger.items[~bigger.has_row] = model.untrained((~bigger.has_row).nonzero()[:, 0])
     bigger.has_row = torch.ones_like(bigger.has_row)
     return bigger
 

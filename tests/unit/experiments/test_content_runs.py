@@ -1,0 +1,92 @@
+"""Runs with content: the same to the bit where nothing is known, an own rank for each new item where something is."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from worlds import CPU, tiny_config, tiny_log, tiny_stream
+
+import protofed
+from protofed.data.synthetic import drifting_world, preset
+from protofed.data.synthetic_items import describe_items
+from protofed.errors import ConfigError, LeakError
+from protofed.experiments.publish import Surroundings
+from protofed.experiments.run import Experiment
+from protofed.features.build import content_of
+from protofed.features.content import Content, modality
+from protofed.seeds import stream
+
+FEATURES = "place,category"
+
+
+@cache
+def described() -> Content:
+    """What the shop of the tiny world says of its items."""
+    table = describe_items(drifting_world(preset("tiny"), stream(0, "tests")), stream(0, "items"))
+    content = content_of(tiny_config(content__features=FEATURES).content, tiny_log(), table, Path("unused"))
+    assert content is not None
+    return content
+
+
+def nothing_known() -> Content:
+    return Content(tuple(modality(m.name, m.vectors, torch.zeros_like(m.present)) for m in described().modalities))
+
+
+def ranks(folder: Path) -> list[dict[str, object]]:
+    return [row for file in sorted(folder.rglob("ranks*.parquet")) for row in pq.read_table(file).to_pylist()]
+
+
+@pytest.mark.parametrize("method", ["frozen-no-new-rows", "frozen", "protofed-sp"])
+def test_where_nothing_is_known_of_items_every_rank_is_that_of_a_run_without_features(tmp_path, method):
+    for name, content in (("off", None), ("on", nothing_known())):
+        config = tiny_config(method=method, content__features=FEATURES if content else "")
+        Experiment(config, tiny_log(), tmp_path / "cache", CPU, content=content).run(tmp_path / name)
+    assert len(list((tmp_path / "cache").glob("warm-up-*.safetensors"))) == 1  # one warm-up for both
+    off, on = ranks(tmp_path / "off"), ranks(tmp_path / "on")
+    assert len(off) > 100
+    assert on == off
+
+
+def test_a_new_item_is_ranked_at_once_and_the_saved_model_ranks_it_alike(tmp_path):
+    config = tiny_config(method="frozen-no-new-rows", content__features=FEATURES)
+    experiment = Experiment(config, tiny_log(), tmp_path / "cache", CPU, content=described(), keep=Surroundings())
+    experiment.run(tmp_path / "run")
+    model = protofed.load(tmp_path / "run").model.backbone
+    first_new = tiny_stream().n_train_items(0)
+    new = torch.arange(first_new, tiny_log().n_items)
+    assert len(new) > 5
+    assert not model.knows(new).any()
+    rows = model.embed(new)
+    assert len(rows.unique(dim=0)) > 1
+    assert not (rows == model.mean_row).all(-1).any()
+    user = tiny_log().user_ids[0].as_py()
+    found = protofed.load(tmp_path / "run").device(user).recommend(tiny_log().n_items)
+    scores = {row.item: row.score for row in found}
+    told = [scores[tiny_log().item_ids[i].as_py()] for i in new.tolist()]
+    assert len(set(told)) > len(told) // 2  # without content they would all tie
+
+
+def test_settings_and_content_have_to_agree(tmp_path):
+    for config, content in ((tiny_config(content__features="place"), None), (tiny_config(), described())):
+        with pytest.raises(ConfigError, match="but the run was given"):
+            Experiment(config, tiny_log(), tmp_path / "cache", CPU, content=content).run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_content_that_counts_events_stops_a_run_before_it_begins(tmp_path):
+    counts = torch.bincount(tiny_log().items.long()).float()[:, None]
+    leak = Content((modality("vectors", counts, torch.ones(len(counts), dtype=torch.bool)),))
+    config = tiny_config(content__features="vectors")
+    with pytest.raises(LeakError, match="column 0 of vectors ranks them as their number of events"):
+        Experiment(config, tiny_log(), tmp_path / "cache", CPU, content=leak).run(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_feature_suggests_the_nearest():
+    from protofed.config import in_range
+
+    with pytest.raises(ConfigError, match="unknown feature 'plce'; did you mean 'place'"):
+        in_range(replace(tiny_config(), content=replace(tiny_config().content, features="plce")))
