@@ -21,8 +21,9 @@ EXTRAS = {  # what pip installs for each extra, as in pyproject.toml
     "llm": ("transformers",),
     "track": ("tensorboard",),
     "ray": ("ray",),
+    "federated": ("flwr[simulation]==1.41.0",),
 }
-MODULES = {"faiss-cpu": "faiss", "dp-accounting": "dp_accounting"}  # packages that are imported by another name
+MODULES = {"faiss-cpu": "faiss", "dp-accounting": "dp_accounting", "flwr[simulation]==1.41.0": "flwr"}  # packages that are imported by another name
 FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
