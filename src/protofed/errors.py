@@ -23,7 +23,11 @@ EXTRAS = {  # what pip installs for each extra, as in pyproject.toml
     "ray": ("ray",),
     "federated": ("flwr[simulation]==1.41.0",),
 }
-MODULES = {"faiss-cpu": "faiss", "dp-accounting": "dp_accounting", "flwr[simulation]==1.41.0": "flwr"}  # packages that are imported by another name
+MODULES = {  # packages that are imported by another name
+    "faiss-cpu": "faiss",
+    "dp-accounting": "dp_accounting",
+    "flwr[simulation]==1.41.0": "flwr",
+}
 FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 
 
