@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from protofed.methods.protocol import World
     from protofed.slices.stream import SliceStream
 
-NODES, TIMEOUT = 4, 45.0  # SuperNodes of the demo, and the seconds that its rounds wait for them
+NODES, TIMEOUT = 4, 60.0  # SuperNodes of the demo, and the seconds that its rounds wait for them
 VICTIM, KILLED_AFTER, BACK_AFTER = 2, 4, 7  # which SuperNode dies, after how many rounds, and when it is back
 DEMO = {  # a small world in a minute: one slice of ten rounds
     "stream.n_slices": 1,

@@ -38,13 +38,16 @@ def over(grid: Grid, timeout: float) -> Ask:
         nodes = sorted(grid.get_node_ids())
         records, group = order_to_records(order), f"{order.cuts[-1].index}-{order.kind}-{order.round_}"
         sent = [Message(records, node, MessageType.TRAIN, group_id=group) for node in nodes]
-        return heard(grid.send_and_receive(sent, timeout=timeout), nodes)
+        return heard(grid.send_and_receive(sent, timeout=timeout), nodes, group)
 
     return ask
 
 
-def heard(replies: Iterable[Message], nodes: list[int]) -> Heard:
-    """The answers among the replies; a node that failed, sent what cannot be read, or nothing in time is lost."""
+def heard(replies: Iterable[Message], nodes: list[int], group: str) -> Heard:
+    """The answers among the replies; a node that failed, sent what cannot be read, or nothing in time is lost.
+
+    What belongs to an older order goes on to be refused where uploads are accepted.
+    """
     answers: list[Answer] = []
     came = set()
     for reply in replies:
@@ -54,7 +57,8 @@ def heard(replies: Iterable[Message], nodes: list[int]) -> Heard:
             answers.append(answer_from_records(reply.content))
         except DataError:
             continue
-        came.add(reply.metadata.src_node_id)
+        if reply.metadata.group_id == group:
+            came.add(reply.metadata.src_node_id)
     return Heard(answers, len(nodes), tuple(str(node) for node in nodes if node not in came))
 
 
