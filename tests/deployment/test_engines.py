@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pytest
 import torch
@@ -13,7 +14,8 @@ pytest.importorskip("flwr", reason="the extra `federated` is not installed")
 
 from protofed.deployment.deal import SERVER, collect, host_folders
 from protofed.deployment.events import own_events, slice_of
-from protofed.deployment.flower.engines import check_federated, run_in_simulation, run_locally
+from protofed.deployment.flower.engines import check_federated, run_by_processes, run_in_simulation, run_locally
+from protofed.deployment.flower.processes import MARK
 from protofed.deployment.host import read_host
 from protofed.deployment.orders import cuts_of
 from protofed.deployment.server import read_server
@@ -75,6 +77,14 @@ def test_flowers_simulation_engine_ends_where_the_simulator_ends(tmp_path):
     assert_same(simulated(world, start, 2), federated(world, start, 2, tmp_path / "fed", run_in_simulation))
 
 
+@pytest.mark.long
+def test_processes_end_where_the_simulator_ends_and_none_is_left(tmp_path):
+    world, start = base_block(protofed__newcomers="mean-row", privacy__rounds_per_slice=2)
+    theirs = federated(world, start, 1, tmp_path / "fed", run_by_processes, hosts=2)
+    assert_same(simulated(world, start, 1), theirs)
+    assert [process for process in psutil.process_iter(["environ"]) if MARK in (process.info["environ"] or {})] == []
+
+
 def test_the_ledger_has_every_release(federation):
     folder, state = federation
     ledger, trust = read_ledger(folder / SERVER / "ledger.json")
@@ -129,6 +139,9 @@ def test_an_unknown_item_and_a_mode_that_reads_raw_events_are_one_line():
         own_events("x", table, tiny_stream().log.item_ids.cast(pa.string()))
     world, _ = base_block(protofed__mode="nodp", protofed__newcomers="auto")
     with pytest.raises(ConfigError, match=r"a federation runs protofed\.mode = reference, got nodp"):
+        check_federated(world)
+    world, _ = base_block(privacy__trust="secure-aggregation", protofed__newcomers="auto")
+    with pytest.raises(ConfigError, match="nothing masks uploads on their way yet"):
         check_federated(world)
 
 

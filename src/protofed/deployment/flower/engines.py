@@ -31,6 +31,7 @@ from protofed.slices.leaks import Evidence
 from protofed.slices.stream import SliceStream, TimeSlice
 
 Engine = Callable[[Path, int], None]  # brings the federation in a folder to the end of a slice
+WAITING = 600.0  # seconds that a round of processes waits for each of them, where none is meant to die
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,16 @@ class Federated:
 
 
 def check_federated(world: World) -> None:
-    """Refuse what no host could do: raw counts of all users' events give rows to new items outside the private mode."""
-    mode = world.config.protofed.mode
+    """Refuse what no host could do, and what would show a server more than the trust model says.
+
+    Outside the private mode raw counts of all users' events give rows to new items.
+    """
+    mode, trust = world.config.protofed.mode, world.config.privacy.trust
+    if trust == "secure-aggregation":
+        raise ConfigError(
+            "a federation runs with privacy.trust = central or local, got secure-aggregation: nothing masks uploads on "
+            "their way yet; choose one of the two"
+        )
     if mode != "reference":
         raise ConfigError(
             f"a federation runs protofed.mode = reference, got {mode}: the others read raw events of all users; "
@@ -161,4 +170,16 @@ def in_environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-ENGINES: Mapping[str, Engine] = {"local": run_locally, "simulation": run_in_simulation}
+def run_by_processes(folder: Path, index: int) -> None:
+    """A slice by a SuperLink and SuperNodes as processes of this machine, which end with it."""
+    from protofed.deployment.flower.processes import cluster, run_slice
+
+    with cluster(folder / "processes", folder) as made:
+        run_slice(made, folder, index, timeout=WAITING)
+
+
+ENGINES: Mapping[str, Engine] = {
+    "local": run_locally,
+    "simulation": run_in_simulation,
+    "deployment": run_by_processes,
+}
