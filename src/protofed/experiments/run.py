@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ class Experiment:
     diagonal: bool = False
     content: Content | None = None  # what is known of the log's items, where config.content asks for it
     keep: Surroundings | None = None  # make the folder a model, with these beside the log; None: results alone
+    through: Callable[[Method[Any]], Method[Any]] | None = None  # what carries the method's rounds; None: this process
 
     def run(self, out: Path, progress: Progress = silent, *, patience: float = 0.0) -> RunFolder:
         """The finished run folder; what an earlier, killed call left is continued, what it finished is kept.
@@ -65,6 +66,7 @@ class Experiment:
         A folder that another process works in is waited for at most `patience` seconds.
         """
         method = as_asked(configured(self.config, method_named(self.config.method)), self.config)
+        method = self.through(method) if self.through else method
         method = under_head(method, self.config)
         check_content(self.config, self.content, self.log)
         data = SliceStream(self.log, self.config.stream)  # a log that cannot be cut leaves no folder behind

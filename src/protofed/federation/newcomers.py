@@ -3,6 +3,7 @@
 The rehearsal also says whether it is worth its ε: where too few people meet too many new items, it is not.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from protofed.backbone.sasrec import SASRec, at_rest, grown
 from protofed.backbone.validation import exam_of, grade_exam
-from protofed.client.introductions import Map, introductions, make_item_upload, map_of
+from protofed.client.introductions import ItemUpload, Map, introductions, make_item_upload, map_of
 from protofed.privacy.draws import Draws
 from protofed.privacy.mechanism import Noise, seeded_noise
 from protofed.seeds import stream
@@ -129,25 +130,49 @@ def release_introductions(
     state: Newcomers, public: SASRec, slice_: TimeSlice, std: float, noise: Noise, draws: Draws
 ) -> tuple[Newcomers, SASRec, int]:
     """One release: sums with this slice's in them, the public backbone with a row for every newcomer, who was heard."""
-    known = public.items.detach().cpu()[public.has_row.cpu()]
-    on, wanted = map_of(known), without_base_row(public, slice_.n_train_items)
+    wanted = without_base_row(public, slice_.n_train_items)
+    state, heard = add_introductions(state, [introduce(public, slice_, draws)], wanted, slice_.index, std, noise)
+    return state, with_predicted_rows(public, state, wanted, mean_of(public)), heard
+
+
+def introduce(public: SASRec, slice_: TimeSlice, draws: Draws) -> ItemUpload:
+    """What devices say of the items that the base block did not teach, from what they met in the slice."""
+    on, wanted = map_of(known_rows(public)), without_base_row(public, slice_.n_train_items)
     said = introductions(slice_.past, slice_.train_positions, slice_.bounds[-1].train_end, public, on, wanted)
-    upload, _ = make_item_upload(said, torch.from_numpy(slice_.user_keys), draws, slice_.index)
-    width = said.values.shape[1]
-    accepted, _ = accept_items([upload], slice_index=slice_.index, n_items=len(wanted), width=width)
+    return make_item_upload(said, torch.from_numpy(slice_.user_keys), draws, slice_.index)[0]
+
+
+def add_introductions(
+    state: Newcomers, uploads: Iterable[ItemUpload], wanted: Bool[Tensor, " I"], index: int, std: float, noise: Noise
+) -> tuple[Newcomers, int]:
+    """The noised sums with those of one more slice in them, and how many devices were heard."""
+    accepted, _ = accept_items(uploads, slice_index=index, n_items=len(wanted), width=state.maps.shape[1] - 1)
     sums, exposures = sum_introductions(accepted, wanted, std, noise), wanted.long()
     sums[: len(state.sums)] += state.sums
     exposures[: len(state.exposures)] += state.exposures
-    after = Newcomers(sums, exposures, state.maps)
-    return after, with_predicted_rows(public, after, wanted, on.mean), len(accepted.users.unique())
+    return Newcomers(sums, exposures, state.maps), len(accepted.users.unique())
+
+
+def known_rows(public: SASRec) -> Float[Tensor, "n d"]:
+    """The rows that the base block taught."""
+    return public.items.detach().cpu()[public.has_row.cpu()]
+
+
+def mean_of(public: SASRec) -> Float[Tensor, " d"]:
+    """The mean of the rows that the base block taught."""
+    return known_rows(public).mean(0)
 
 
 def with_predicted_rows(
     public: SASRec, state: Newcomers, wanted: Bool[Tensor, " I"], mean: Float[Tensor, " d"]
 ) -> SASRec:
     """A copy of the base backbone with the newcomers' rows; items that are not in the catalogue yet keep its mean."""
+    return with_rows(public, wanted, predict_rows(state.sums[wanted], state.exposures[wanted], state.maps, mean))
+
+
+def with_rows(public: SASRec, wanted: Bool[Tensor, " I"], rows: Float[Tensor, "n d"]) -> SASRec:
+    """A copy of the base backbone with these rows for the wanted items."""
     model, device = grown(public, len(wanted)), public.items.device
-    rows = predict_rows(state.sums[wanted], state.exposures[wanted], state.maps, mean)
     with torch.no_grad():
         model.items[wanted.to(device)] = rows.to(device)
     model.has_row |= wanted.to(device)

@@ -17,10 +17,10 @@ from protofed.client.memory import NewEvents, events_between, events_until, new_
 from protofed.client.model import Model, receive
 from protofed.client.state import DeviceState, join, put, select, to_device, without_rows
 from protofed.client.update import StepReport, client_update, decay_rates, draw_step_negatives
-from protofed.client.upload import embed_prompts, make_upload
-from protofed.federation.rounds import server_noise, summarise_rounds, timetable, toss_coins
+from protofed.client.upload import Upload, embed_prompts, make_upload
+from protofed.federation.rounds import server_noise, summarise_rounds, timetable
 from protofed.inference.end import end_slice, validation_questions
-from protofed.privacy.draws import SeededDraws
+from protofed.privacy.draws import Draws, SeededDraws
 from protofed.privacy.upload import RoundRule
 from protofed.progress import Progress, silent
 from protofed.seeds import stream
@@ -43,6 +43,12 @@ class Schedule:
     sampling_rate: float
     chunk: int
     seed: int
+    own_draws: Draws | None = None  # of devices that are not simulated; None: those of the seed
+
+    @property
+    def draws(self) -> Draws:
+        """Where the devices take their random numbers from."""
+        return self.own_draws or SeededDraws(self.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,7 @@ def simulate_slice(
 
 def begin_stacks(model: Model, devices: DeviceState, slice_: TimeSlice, schedule: Schedule) -> Iterator[Stack]:
     """The devices that have train events in the slice, as stacks that have begun it."""
-    draws, at = SeededDraws(schedule.seed), model.v.device
+    draws, at = schedule.draws, model.v.device
     start, end = slice_.bounds[-1].part("train")
     active = (events_until(slice_.past, end) > events_until(slice_.past, start)).nonzero()[:, 0]
     size = stack_size(schedule.chunk, model.backbone.items)
@@ -108,7 +114,7 @@ def step_stacks(
     model: Model, stacks: Sequence[Stack], schedule: Schedule, number: int
 ) -> tuple[list[Stack], list[StepReport]]:
     """Every stack after one local step, and what the step told."""
-    rule, draws, at = decay_rates(model.rule, number), SeededDraws(schedule.seed), model.v.device
+    rule, draws, at = decay_rates(model.rule, number), schedule.draws, model.v.device
     key, done, reports = schedule.slice_index * STEPS_PER_SLICE + number, [], []
     for stack in stacks:
         negatives, brief = draw_step_negatives(model, stack.state, stack.lesson, draws, key)
@@ -132,12 +138,19 @@ def simulate_round(
     """One round: every device tosses its coin, those it chose upload, the server aggregates what it accepts."""
     round_ = schedule.first_round + number
     asked = list(ask_devices(devices, stacks, rule, schedule, round_))
-    draws = SeededDraws(schedule.seed)
-    uploads = (make_upload(model, to_device(part, model.v.device), rule, draws, round_) for part in asked)
+    uploads = make_uploads(model, asked, rule, schedule, round_)
     accepted = accept(uploads, rule, round_=round_, version=library.version)
     noise, parting = server_noise(schedule.seed, round_), stream(schedule.seed, "separation", round_)
     library, report = server_aggregate(library, accepted, rule, noise, parting)
     return library, replace(report, clipped=clipped_share(model, asked, rule))
+
+
+def make_uploads(
+    model: Model, asked: Iterable[DeviceState], rule: RoundRule, schedule: Schedule, round_: int
+) -> Iterator[Upload]:
+    """What the asked devices send, some at a time."""
+    for part in asked:
+        yield make_upload(model, to_device(part, model.v.device), rule, schedule.draws, round_)
 
 
 def ask_devices(
@@ -147,7 +160,7 @@ def ask_devices(
 
     Where the server adds the noise, who has nothing to say stays silent; where devices add it they all send their part.
     """
-    coins = toss_coins(schedule.seed, devices.users, round_, schedule.sampling_rate)
+    coins = schedule.draws.uniform("coin", devices.users, round_) < schedule.sampling_rate
     idle = torch.ones_like(coins)
     for stack in stacks:
         places = stack.places.to(coins.device)

@@ -134,7 +134,7 @@ class ProtoFedSP:
             devices=devices,
             rounds=state.rounds + schedule.rounds,
             slice_index=slice_.index,
-            newest_target=max([state.newest_target, *slice_.train_positions[-1:].tolist()]),
+            newest_target=newest_target_of(state, slice_),
         )
         told |= {**new_rows, **choices_of(config, state), **costs_of(config, state, rule), "reseeded": reseeded}
         return state, told
@@ -168,6 +168,11 @@ class ProtoFedSP:
         }
         prototypes = replace(prototypes, noise_multiplier=state.noise_multiplier, rounds=state.allowed_rounds)
         return ledger((prototypes, replace(rows, noise_multiplier=state.newcomer_noise)), made)
+
+
+def newest_target_of(state: ProtoFedState, slice_: TimeSlice) -> int:
+    """The log position of the newest event that was learned from, this slice's included."""
+    return max([state.newest_target, *slice_.train_positions[-1:].tolist()])
 
 
 def choices_of(config: RunConfig, state: ProtoFedState) -> dict[str, int | float]:

@@ -582,12 +582,8 @@ def draws_of(town: Town, size: int, server: RoundRule, monkeypatch) -> dict[tupl
     """Every number that is drawn in a slice, by whose it is."""
     seen: dict[tuple, object] = {}
 
-    def coins(seed, users, round_, rate):
-        return RecordedDraws(seed, seen).kept("coin", users, round_, toss_coins(seed, users, round_, rate))
-
     with monkeypatch.context() as patch:
         patch.setattr(simulator, "SeededDraws", lambda seed: RecordedDraws(seed, seen))
-        patch.setattr(simulator, "toss_coins", coins)
         patch.setattr(simulator, "UPLOADS_AT_ONCE", size)
         rule = replace(RULE, prompt_history=2)
         simulated(town, replace(SCHEDULE, chunk=size), server=server, rule=rule)

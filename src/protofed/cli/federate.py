@@ -1,0 +1,241 @@
+"""`protofed federate`: ProtoFed-SP with its rounds carried by Flower."""
+
+import json
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from protofed.cli.progress import LOADING, shown
+from protofed.cli.run import CACHE, load, print_summary, settle, surroundings
+from protofed.config import RunConfig
+from protofed.errors import ConfigError, check_installed
+from protofed.methods.names import OURS
+
+if TYPE_CHECKING:
+    from protofed.deployment.flower.processes import Cluster
+    from protofed.methods.protocol import World
+    from protofed.slices.stream import SliceStream
+
+NODES, TIMEOUT = 4, 60.0  # SuperNodes of the demo, and the seconds that its rounds wait for them
+VICTIM, KILLED_AFTER, BACK_AFTER = 2, 4, 7  # which SuperNode dies, after how many rounds, and when it is back
+DEMO = {  # a small world in a minute: one slice of ten rounds
+    "stream.n_slices": 1,
+    "privacy.rounds_per_slice": 10,
+    "privacy.sampling_rate": 0.1,
+    "training.base_epochs": 12,
+    "protofed.local_steps": 10,
+    "protofed.base_steps": 10,
+}
+
+
+def federate(
+    demo: Annotated[bool, typer.Option("--demo", help="Show a whole federation on this machine, then stop.")] = False,
+    engine: Annotated[
+        str | None, typer.Option(help="local (one process), simulation (Flower's, on Ray) or deployment (processes).")
+    ] = None,
+    prepare: Annotated[bool, typer.Option("--prepare", help="Only write the folders of server and hosts.")] = False,
+    dataset: Annotated[str, typer.Option(help="A prepared log under --root, or `synthetic`.")] = "synthetic",
+    out: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
+    hosts: Annotated[int, typer.Option(help="How many hosts the users are dealt to.")] = NODES,
+    root: Annotated[Path, typer.Option(help="The folder of prepared logs.")] = Path("data"),
+    seed: Annotated[int, typer.Option(help="Of weights, order and training negatives.")] = 0,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Any setting, e.g. privacy.sampling_rate=0.1.")
+    ] = None,
+    cache: Annotated[Path, typer.Option(help="The folder that keeps warm-ups.")] = CACHE,
+    as_json: Annotated[bool, typer.Option("--json", help="Print results as JSON.")] = False,
+) -> None:
+    """Run the private method's rounds on Flower: a demo, a run with an engine, or folders for real hosts."""
+    check_installed(extra="federated")
+    if hosts < 1:
+        raise ConfigError(f"--hosts must be at least 1, got {hosts}")
+    if demo + prepare + (engine is not None) != 1:
+        raise ConfigError("name one of --demo, --engine local|simulation|deployment and --prepare")
+    if demo:
+        show_demo(cache, as_json)
+        return
+    if out is None:
+        raise ConfigError("--out is missing: name the folder to write, e.g. --out runs/federated")
+    config = settle({"dataset": dataset, "method": OURS, "seed": seed}, None, settings or [])
+    if prepare:
+        prepare_folders(config, root, out, hosts, cache)
+    else:
+        run_with(str(engine), config, root, out, hosts, cache, as_json)
+
+
+def run_with(engine: str, config: RunConfig, root: Path, out: Path, hosts: int, cache: Path, as_json: bool) -> None:
+    """A run like any other, its rounds carried by an engine."""
+    from protofed.deployment.flower.engines import ENGINES, Federated
+    from protofed.experiments.run import Experiment
+    from protofed.experiments.summary import summarise_run
+    from protofed.methods.protofed_sp import ProtoFedSP
+    from protofed.privacy.promise import promised
+
+    if engine not in ENGINES:
+        raise ConfigError(f"--engine must be one of {', '.join(ENGINES)}, got {engine!r}")
+    with shown(Console(stderr=True)) as progress:
+        progress.expect("protofed federate")
+        progress(LOADING, 0, None)
+        log, around = load(config, root), surroundings(config, root)
+        method = Federated(ProtoFedSP(), out / "federation", log, hosts, ENGINES[engine])
+        experiment = Experiment(
+            config, log, cache, command=f"protofed federate --engine {engine}", keep=around, through=lambda _: method
+        )
+        folder = experiment.run(out, progress)
+    summary = summarise_run(folder)
+    summary |= {"variant": config.variant, "privacy": promised(folder.path / "ledger.json", config.privacy.delta)}
+    print(json.dumps(summary, indent=2, ensure_ascii=False)) if as_json else print_summary(summary, out)
+
+
+def prepare_folders(config: RunConfig, root: Path, out: Path, hosts: int, cache: Path) -> None:
+    """The folders of a server and its hosts, from the base block of a log; their draws are the operating system's."""
+    from protofed.deployment.flower.engines import Federated, deal_world
+    from protofed.methods.protofed_sp import ProtoFedSP
+
+    if out.exists():
+        raise ConfigError(f"--out {out} is there already; a federation begins in a new folder")
+    with shown(Console(stderr=True)) as progress:
+        log = load(config, root)
+        world, _ = begun(config, log, cache, progress)
+        method = Federated(ProtoFedSP(), out, log, hosts, lambda folder, index: None, seeded=False)
+        deal_world(method, world, method.start(world))
+    print(f"wrote {out}/server and {out}/hosts/0 to {hosts - 1}; docs/how_to/federate.md says what to start where")
+
+
+def begun(config: RunConfig, log: Any, cache: Path, progress: Any) -> "tuple[World, SliceStream]":
+    """The world after its warm-up."""
+    import torch
+
+    from protofed.backbone.pretrain import cached_warm_up
+    from protofed.methods.protocol import World
+    from protofed.slices.stream import SliceStream
+
+    data = SliceStream(log, config.stream)
+    backbone, _ = cached_warm_up(config, data, cache, device=torch.device("cpu"), progress=progress)
+    return World(config, data.slice_(0), backbone, progress), data
+
+
+@dataclass(slots=True)
+class Accident:
+    """Kills a SuperNode once so many rounds are over, and starts it again some rounds later."""
+
+    made: "Cluster"
+    host: Path
+    say: Callable[[str], None]
+    done: int = 0
+    told: set[int] = field(default_factory=set)
+
+    def __call__(self, log: list[dict[str, object]]) -> None:
+        for record in (each for each in log if "round" in each and each["round"] not in self.told):
+            self.told.add(int(record["round"]))  # type: ignore[call-overload]
+            self.say(round_line(record))
+        if len(self.told) >= KILLED_AFTER and self.done == 0:
+            self.made.kill_node(VICTIM)
+            self.say(f"SuperNode {VICTIM + 1} was killed")
+            self.done = 1
+        if len(self.told) >= BACK_AFTER and self.done == 1:
+            self.made.start_node(VICTIM, self.host)
+            self.say(f"SuperNode {VICTIM + 1} was started again: its devices go on from their file")
+            self.done = 2
+
+
+def round_line(record: Mapping[str, Any]) -> str:
+    """A round in words."""
+    heard, lost = record["asked"] - len(record["lost"]), len(record["lost"])
+    late = f", {lost} lost" if lost else ""
+    refused = f", {sum(record['refused'].values())} refused" if record["refused"] else ""
+    return f"round {record['round'] + 1}: {record['uploads']} uploads from {heard} SuperNodes{late}{refused}"
+
+
+def show_demo(cache: Path, as_json: bool) -> None:
+    """A SuperLink and four SuperNodes with TLS: ten rounds, one SuperNode killed and started again in the middle."""
+    console = Console(stderr=True)
+    scratch = Path(tempfile.mkdtemp(prefix="protofed-federation-"))
+    try:
+        result = demonstrate(scratch, cache, lambda text: console.print(text, highlight=False))
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    print(json.dumps(result, indent=2, ensure_ascii=False)) if as_json else print_demo(result)
+
+
+def demonstrate(scratch: Path, cache: Path, say: Callable[[str], None], config: RunConfig | None = None) -> Any:
+    """What the demo ends with; everything it writes is below `scratch`."""
+    from protofed.deployment.deal import SERVER, host_folders
+    from protofed.deployment.flower.engines import Federated, deal_world
+    from protofed.deployment.flower.processes import cluster, read_log, run_slice
+    from protofed.methods.protofed_sp import ProtoFedSP
+    from protofed.privacy.promise import promised
+    from protofed.progress import silent
+
+    began = time.monotonic()
+    config = config or demo_config()
+    log = load(config, scratch)
+    say(f"{log.name}: {log.n_users:,} users on {NODES} hosts; the base block is learned …")
+    world, data = begun(config, log, cache, silent)
+    method = Federated(ProtoFedSP(), scratch / "federation", log, NODES, lambda folder, index: None, seeded=False)
+    start = method.start(world)
+    deal_world(method, world, start)
+    before = ndcg_of(method, world, start, data)
+    say(f"{time.monotonic() - began:.0f} s: a SuperLink and {NODES} SuperNodes start, with TLS and keys of their own")
+    with cluster(scratch / "processes", method.folder) as made:
+        accident = Accident(made, host_folders(method.folder)[VICTIM], say)
+        run_slice(made, method.folder, 1, timeout=TIMEOUT, watch=accident)
+    state, _ = method.learn(world, start, data.slice_(1), None)  # type: ignore[arg-type]  # reads what is there
+    return {
+        "before": before,
+        "after": ndcg_of(method, world, state, data),
+        "rounds": [each for each in read_log(method.folder / SERVER / "log.jsonl") if "round" in each],
+        "privacy": promised(method.folder / SERVER / "ledger.json", config.privacy.delta),
+        "killed": VICTIM + 1,
+        "seconds": round(time.monotonic() - began),
+    }
+
+
+def demo_config() -> RunConfig:
+    """The settings of the demo."""
+    from protofed.config import override
+
+    return override(settle({"dataset": "synthetic", "method": OURS}), DEMO)
+
+
+def ndcg_of(method: Any, world: "World", state: Any, data: "SliceStream") -> dict[str, float]:
+    """NDCG@10 on the test part of slice 1, sampled candidates: all events, and those on items new to their user."""
+    from protofed.experiments.evaluate import answer, metric_rows
+
+    asked = data.query_set(1, "test")
+    answered = answer(method, world, state, data.slice_(1).train_counts(), data, asked, 1, None)
+    found = {
+        row["subset"]: row["value"]
+        for row in metric_rows(answered)
+        if (row["candidates"], row["metric"]) == ("sampled", "ndcg@10")
+    }
+    return {name: float(found[name]) for name in ("all", "novel") if name in found}  # type: ignore[arg-type]
+
+
+def print_demo(result: Mapping[str, Any]) -> None:
+    """The demo's end as a table."""
+    rounds, privacy = result["rounds"], result["privacy"] or {}
+    lost = [f"round {each['round'] + 1}" for each in rounds if each["lost"]]
+    fewer = [f"round {each['round'] + 1}" for each in rounds if each["asked"] < NODES]
+    table = Table(title="A federation of processes on this machine", show_header=False)
+    for name in result["after"]:
+        before, after = result["before"][name], result["after"][name]
+        table.add_row(f"NDCG@10, 1+99, {name} events", f"{after:.4f} (base block alone: {before:.4f})")
+    table.add_row("rounds, uploads", f"{len(rounds)}, {sum(each['uploads'] for each in rounds)}")
+    table.add_row(f"SuperNode {result['killed']} killed and restarted", f"lost in {', '.join(lost) or 'no round'}")
+    table.add_row("rounds without it", ", ".join(fewer) or "none")
+    if privacy.get("epsilon_release") is not None:
+        seen, server = privacy["epsilon_release"], privacy["epsilon_server"]
+        against = "nothing is promised" if server is None else f"{server:g}"
+        table.add_row("ε, who sees what is released", f"{seen:g}, δ = {privacy['delta']:g}, {privacy['adjacency']}")
+        table.add_row("ε, the server", f"{against} ({privacy['trust']} trust)")
+    table.add_row("seconds", str(result["seconds"]))
+    Console().print(table)
