@@ -181,12 +181,14 @@ def chunks(places: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def forget_items(state: Any, known: int) -> Any:
-    """The state with a backbone that has no rows for items from number `known` on; a state without one as it is."""
+    """The state with a backbone that has no trained rows for items from number `known` on; one without it as it is."""
     backbone = getattr(state, "backbone", None)
     if not isinstance(backbone, SASRec):
         return state
     shorter = copy.deepcopy(backbone)
     shorter.has_row[known:] = False
+    if shorter.content is not None:
+        shorter.content.refresh(shorter.items.detach(), shorter.has_row)
     return replace(state, backbone=shorter)
 
 
