@@ -1,7 +1,7 @@
 """Where the positive lands among its candidates, and what that is worth: HR, NDCG and MRR at 5, 10 and 20."""
 
 from collections.abc import Callable, Mapping
-from math import log2
+from math import inf, log2
 from typing import Literal
 
 import torch
@@ -114,19 +114,25 @@ def uniform_reference(n_candidates: int) -> dict[str, float]:
     return summarise(torch.arange(1, n_candidates + 1))
 
 
-LEAST_NDCG_PER_HIT = sum(1 / log2(rank + 1) for rank in range(1, 11)) / 10
+GAINS = tuple(1 / log2(rank + 1) for rank in range(1, 11))  # what a hit at each of the ten ranks adds to NDCG@10
+LEAST_NDCG_PER_HIT = sum(GAINS) / 10
+SPREAD = (sum(gain**2 for gain in GAINS) / 10 - LEAST_NDCG_PER_HIT**2) ** 0.5  # of one hit at any of the ten ranks
+BY_CHANCE = 3  # standard deviations that few hits may be below
 PILED_UP = (
     "hits pile up low in the list, as no working ranker's do; look for tied scores, few queries or a metric computed "
     "another way"
 )
 
 
-def check_ndcg_hr_ratio(ndcg10: float, hr10: float) -> str | None:
-    """A warning if NDCG@10 / HR@10 is below 0.4544, else None.
+def check_ndcg_hr_ratio(ndcg10: float, hr10: float, queries: int | float = inf) -> str | None:
+    """A warning if NDCG@10 / HR@10 is below 0.4544 by more than chance, else None.
 
     A ranker whose positives land on rank 1 at least as often as on 2, on 2 as often as on 3, and so on to 10, cannot be
-    below. Without a hit there is nothing to judge.
+    below, but for the luck of few hits. Without a hit there is nothing to judge.
     """
-    if not hr10 > 0 or not ndcg10 / hr10 < LEAST_NDCG_PER_HIT - 1e-9:  # the slack is for rounding alone
+    if not hr10 > 0:
+        return None
+    luck = BY_CHANCE * SPREAD / (hr10 * queries) ** 0.5
+    if not ndcg10 / hr10 < LEAST_NDCG_PER_HIT - luck - 1e-9:  # the slack is for rounding alone
         return None
     return f"NDCG@10 / HR@10 is {ndcg10 / hr10:.4f}, below {LEAST_NDCG_PER_HIT:.4f}: {PILED_UP}"

@@ -105,12 +105,13 @@ def first_choices(model: Model, devices: DeviceState) -> DeviceState:
 
 
 def left_out(log: InteractionLog, everyone: InteractionLog) -> Bystanders:
-    """The users that training left out, with what they did among the model's items."""
+    """The users that training left out, with what they did among the model's items, if anything."""
     items = pc.index_in(everyone.item_ids, value_set=log.item_ids.cast(everyone.item_ids.type))
     items = pc.fill_null(items, -1).to_numpy()[everyone.items.numpy()]
     stranger = pc.invert(pc.is_in(everyone.user_ids, value_set=log.user_ids.cast(everyone.user_ids.type)))
-    keep = stranger.to_numpy(zero_copy_only=False)[everyone.users.numpy()] & (items >= 0)
-    users, whose = np.unique(everyone.users.numpy()[keep], return_inverse=True)
+    users = np.flatnonzero(stranger.to_numpy(zero_copy_only=False))
+    keep = np.isin(everyone.users.numpy(), users) & (items >= 0)
+    whose = np.searchsorted(users, everyone.users.numpy()[keep])
     order = np.argsort(whose, kind="stable")  # the log is in time order: so is every user's part of it
     events = Memory(
         offsets_of(torch.from_numpy(np.bincount(whose, minlength=len(users)))),

@@ -57,7 +57,10 @@ def summarise_run(folder: RunFolder) -> dict[str, object]:
     ]
     a = matrix(metrics, "sampled", "all", "ndcg@10")
     random = np.full(len(a), uniform_reference(config.stream.n_negatives + 1)["ndcg@10"])
-    warnings = [check_ndcg_hr_ratio(row["ndcg@10"], row["hr@10"]) for row in headline]  # type: ignore[arg-type]
+    warnings = [
+        check_ndcg_hr_ratio(row["ndcg@10"], row["hr@10"], row["queries"])  # type: ignore[arg-type]
+        for row in headline
+    ]
     return {
         "dataset": config.dataset,
         "method": config.method,

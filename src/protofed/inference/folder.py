@@ -12,7 +12,7 @@ import torch
 
 from protofed.client.model import Model, fingerprint
 from protofed.client.state import DeviceState, select
-from protofed.errors import DataError, RunFolderError, in_one_line
+from protofed.errors import DataError, RunFolderError
 from protofed.files import load_tensors, make_folder, save_tensors, write_text, written_atomically
 from protofed.inference.head import FittedHead
 from protofed.inference.recommender import NOBODY, Bystanders, Catalogue, Recommender
@@ -24,7 +24,7 @@ FORMAT = "protofed-model-1"
 MODEL, DEVICES, ITEMS, CARD = "model.safetensors", "devices.safetensors", "items.parquet", "README.md"
 SETTINGS, LEDGER = "config.toml", "ledger.json"
 FILES = (MODEL, DEVICES, ITEMS, CARD)
-RUN_AGAIN = "make it again with `protofed run`"
+RUN_AGAIN = "delete the folder and make it again with `protofed run`"  # which keeps a finished folder as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,8 @@ def _items(path: Path, n_items: int) -> pa.Table:
     try:
         table = pq.read_table(path)
     except (pa.ArrowException, OSError) as problem:
-        raise RunFolderError(f"{path} cannot be read ({in_one_line(OSError(str(problem)))}); {RUN_AGAIN}") from problem
+        why = " ".join(str(problem).split()) if path.exists() else "there is no such file"
+        raise RunFolderError(f"{path} cannot be read ({why}); {RUN_AGAIN}") from problem
     if "item" not in table.column_names or len(table) != n_items:
         raise RunFolderError(f"{path} must name the model's {n_items:,} items, found {len(table):,} rows; {RUN_AGAIN}")
     return table

@@ -140,6 +140,8 @@ class Recommender:
 
         A history is oldest first; items of it that the catalogue lacks are left out and listed in `Device.unknown`.
         """
+        if user is None and history is None:
+            raise DataError("a device is somebody's: name a user of the log, or give a history (it may be empty)")
         draws = draws or SystemDraws(secrets.token_bytes(32))
         key = int(user_keys([user])[0]) if user is not None else secrets.randbits(62)
         if history is not None:
@@ -148,7 +150,7 @@ class Recommender:
             events = self._events([item for item, inside in zip(history, known, strict=True) if inside], times, known)
             state = self._meet(remember(new_device(self.model, key), events), draws)
             return Device(self, state, draws, learned=0, unknown=unknown)
-        left = None if user is None else self._remembered(key)
+        left = self._remembered(key)
         if left is None:
             total = len(self.devices) + len(self.bystanders.users)
             raise DataError(

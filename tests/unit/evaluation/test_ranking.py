@@ -156,6 +156,22 @@ def test_hits_that_pile_up_low_in_the_list_are_reported():
     assert "0.4544" in message
 
 
+def test_few_hits_of_a_ranker_that_shuffles_its_first_ten_are_not_reported():
+    """2,368 queries, 64 hits in expectation: a run of a small shop, whose full ranking of new items is hard."""
+    rng = np.random.default_rng(0)
+    reported = 0
+    for _ in range(2_000):
+        ranks = torch.from_numpy(rng.integers(1, 371, 2_368))
+        told = summarise(ranks)
+        reported += check_ndcg_hr_ratio(told["ndcg@10"], told["hr@10"], len(ranks)) is not None
+        assert (check_ndcg_hr_ratio(told["ndcg@10"], told["hr@10"]) is None) == (
+            told["ndcg@10"] / told["hr@10"] > LEAST_NDCG_PER_HIT
+        )
+    assert reported < 10
+    low = summarise(torch.cat([torch.arange(6, 11).repeat(8), torch.full((2_000,), 99)]))
+    assert check_ndcg_hr_ratio(low["ndcg@10"], low["hr@10"], 2_040) is not None
+
+
 def test_a_usual_ratio_no_hit_and_no_query_are_not_reported():
     assert check_ndcg_hr_ratio(0.55, 0.8) is None
     assert check_ndcg_hr_ratio(0.0, 0.0) is None

@@ -38,16 +38,16 @@ from protofed.server.accept import accept
 from protofed.slices.histories import BOS
 from protofed.snapshot import restore
 
-RARE = "somebody rare"
+RARE, STRANGE = "somebody rare", "somebody strange"
 
 
 def everyone():
-    """The tiny log, and one more user who met two of its items and one that nobody else did."""
+    """The tiny log, one more user who met two of its items and one that nobody else did, and one who met only that."""
     log = tiny_log()
-    users = [*(log.user_ids[u].as_py() for u in log.users.tolist()), *[RARE] * 3]
+    users = [*(log.user_ids[u].as_py() for u in log.users.tolist()), *[RARE] * 3, STRANGE]
     rare = [log.item_ids[3].as_py(), "nobody else's", log.item_ids[5].as_py()]
-    items = [*(log.item_ids[i].as_py() for i in log.items.tolist()), *rare]
-    times = [*log.times.tolist(), *(int(log.times[-1]) + n for n in (1, 2, 3))]
+    items = [*(log.item_ids[i].as_py() for i in log.items.tolist()), *rare, "nobody else's"]
+    times = [*log.times.tolist(), *(int(log.times[-1]) + n for n in (1, 2, 3, 4))]
     return from_columns("tiny", users, items, times)
 
 
@@ -173,6 +173,17 @@ def test_a_user_that_training_left_out_is_served_from_the_history_at_once():
     device.learn()  # nothing is new
     assert device.upload() is None
     assert answer(device) != answer(model().device(history=[]))
+
+
+def test_a_user_of_the_log_who_met_no_item_of_the_model_is_served_like_anybody_without_a_history():
+    device = model().device(STRANGE)
+    assert not len(device.state.memory.items)
+    assert answer(device) == answer(model().device(history=[]))
+
+
+def test_a_device_of_nobody_is_refused():
+    with pytest.raises(DataError, match=r"^a device is somebody's: name a user of the log, or give a history"):
+        model().device()
 
 
 def test_candidates_and_seen_items_only_take_items_away():
@@ -316,6 +327,7 @@ def another_run(folder):
         (rewrite(MODEL, outline='["mapping", {}]'), "holds no model"),
         (another_run, "belongs to model"),
         (cut(ITEMS), "items.parquet cannot be read"),
+        (lambda f: (f / ITEMS).unlink(), "items.parquet cannot be read (there is no such file); delete the folder"),
         (lambda f: pq.write_table(pa.table({"item": ["a"]}), f / ITEMS), "found 1 rows"),
         (lambda f: (f / "ledger.json").write_text("{}"), "ledger.json is not a ledger"),
         (lambda f: (f / "config.toml").write_bytes(b"\xff"), "config.toml cannot be read"),
@@ -336,7 +348,7 @@ def test_the_card_says_what_it_is_what_leaves_a_device_and_where_it_ends():
     assert card.startswith("# protofed-sp on synthetic\n")
     assert "joint user-level differential privacy" in card
     assert f"{len(tiny_log()):,} events of {tiny_log().n_users:,} users with {tiny_log().n_items:,} items" in card
-    assert "1 more users have too few events to learn from" in card
+    assert "2 more users have too few events to learn from" in card
     summary = summarise_run(RunFolder(run_folder()))
     first = summary["headline"][0]
     assert f"| sampled | all | {first['ndcg@10']:.4f} | {first['hr@10']:.4f} | {first['queries']:,} |" in card
