@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,9 +11,15 @@ from rich.table import Table
 
 from protofed.cli.progress import LOADING, shown
 from protofed.cli.run import CACHE, load, print_promise, settle, surroundings
+from protofed.config import RunConfig
 from protofed.errors import check_installed
 from protofed.methods.names import FLAGSHIP, OURS
 from protofed.progress import Stage
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from protofed.data.interactions import InteractionLog
 
 LABELS = {"sampled": "1+99", "full": "full"}
 METHODS: Mapping[str, Mapping[str, object]] = {  # by the folder of the run
@@ -77,6 +83,7 @@ def demo(
         print_promise(promise)
     write(build(out)[0], report)
     console.print(f"wrote {report}: open it in a browser", highlight=False)
+    print_new_items(chosen, log, around.items, cache, pick_device(device), console)
     if dataset == "synthetic":
         console.print(
             "With your own log: `protofed data import FILE --as NAME`, then `protofed demo --dataset NAME`.",
@@ -100,6 +107,31 @@ def meaning(rows: Sequence[tuple[str, dict[str, object]]], ours: Sequence[str]) 
     return (
         f"In full ranking {alone}, whose devices tell nobody anything after the base block, reaches "
         f"{reached[alone]:.3f}, {place}; the others but {OURS} read everybody's raw events."
+    )
+
+
+def print_new_items(
+    config: RunConfig, log: "InteractionLog", items: "pa.Table | None", cache: Path, device: Any, console: Console
+) -> None:
+    """Where items that nobody had met stand with and without what is known of them; nothing without an item table."""
+    from protofed.experiments.new_items import rank_new_items
+    from protofed.features.build import content_of, plain_features
+
+    features = plain_features(items)
+    if not features:
+        return
+    content = content_of(replace(config.content, features=",".join(features)), log, items, cache)
+    assert content is not None
+    found = rank_new_items(config, log, content, cache, device)
+    if not len(found):
+        return
+    best = int((found.without - found.with_content).argmax())
+    console.print(
+        f"Items that nobody had met when the model was trained ({len(found):,} test events): median rank "
+        f"{found.without.median():.0f} without, {found.with_content.median():.0f} with their {' and '.join(features)} "
+        f"(--features {','.join(features)}); {found.item_ids[int(found.items[best])].as_py()} moved from "
+        f"{found.without[best]:.0f} to {found.with_content[best]:.0f} of {int(found.available[best])}.",
+        highlight=False,
     )
 
 

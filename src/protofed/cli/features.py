@@ -50,12 +50,11 @@ def features(
                 f"{name} has no item table under {root}; "
                 "import one by `protofed data import LOG --items FILE --as NAME`"
             )
-        from protofed.features.build import make
+        from protofed.features.build import make, plain_features
 
-        asked = {"text": text, "image": image, "vectors": vectors}
-        has = {"place": "lat" in items.column_names and "lon" in items.column_names,
-               "category": "category" in items.column_names}  # fmt: skip
-        made = {f: make(f, config, items, cache, progress) for f in FEATURES if asked.get(f) or has.get(f)}
+        given = {"text": text, "image": image, "vectors": vectors}
+        asked = {*plain_features(items), *(feature for feature, model in given.items() if model is not None)}
+        made = {feature: make(feature, config, items, cache, progress) for feature in FEATURES if feature in asked}
     told = {
         feature: {"items": int(one.modality.present.sum()), "width": one.modality.vectors.shape[1], **one.notes}
         for feature, one in made.items()

@@ -46,6 +46,12 @@ def content_of(
     return content
 
 
+def plain_features(items: pa.Table | None) -> tuple[str, ...]:
+    """The features that an item table gives without an encoder."""
+    columns = {"place": {"lat", "lon"}, "category": {"category"}}
+    return () if items is None else tuple(name for name, needs in columns.items() if needs <= set(items.column_names))
+
+
 def make(name: str, config: ContentConfig, items: pa.Table, cache: Path, progress: Progress = silent) -> Made:
     """One feature of the whole item table."""
     if name == "text":

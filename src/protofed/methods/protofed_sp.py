@@ -262,7 +262,8 @@ def plan_noise(world: World, config: RunConfig) -> tuple[Plan, Float[Tensor, "T 
     rows = replace(rows, share=TOGETHER * (rows.share or 0.0)) if world.beside else rows
     private, nothing = config.protofed.mode == "reference", torch.zeros(0, 1, config.backbone.width)
     without = plan_releases(config.privacy, (prototypes, replace(rows, rounds=0), *world.beside), private=private)[:2]
-    if not may_introduce(config):
+    told = config.protofed.newcomers == "auto" and world.backbone.content is not None  # content is free
+    if told or not may_introduce(config):
         return without, nothing
     plan = plan_releases(config.privacy, (prototypes, rows, *world.beside), private=private)[:2]
     noise, seed = plan[1].noise_multiplier, config.seed

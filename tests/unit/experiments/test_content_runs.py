@@ -4,15 +4,18 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from worlds import CPU, tiny_config, tiny_log, tiny_stream
+from worlds import CPU, tiny_config, tiny_log, tiny_stream, warmed_up
 
 import protofed
+from protofed.config import in_range
 from protofed.data.synthetic import drifting_world, preset
 from protofed.data.synthetic_items import describe_items
 from protofed.errors import ConfigError, LeakError
+from protofed.experiments.new_items import rank_new_items
 from protofed.experiments.publish import Surroundings
 from protofed.experiments.run import Experiment
 from protofed.features.build import content_of
@@ -86,7 +89,25 @@ def test_content_that_counts_events_stops_a_run_before_it_begins(tmp_path):
 
 
 def test_an_unknown_feature_suggests_the_nearest():
-    from protofed.config import in_range
-
     with pytest.raises(ConfigError, match="unknown feature 'plce'; did you mean 'place'"):
         in_range(replace(tiny_config(), content=replace(tiny_config().content, features="plce")))
+
+
+def test_ranks_of_new_items_tie_without_content_and_are_their_own_with_it(tmp_path):
+    """On items that came after the base block, against a count by hand; the tiny world's places and categories help."""
+    config = tiny_config()
+    found = rank_new_items(config, tiny_log(), described(), tmp_path, CPU)
+    data, (model, _) = tiny_stream(), warmed_up()
+    asked = data.query_set(1, "test")
+    new = [k for k, item in enumerate(asked.positives.tolist()) if item >= model.n_rows]
+    assert found.items[: len(new)].tolist() == asked.positives[new].tolist()
+    queries = data.queries(asked, np.array(new), config.backbone.history_length)
+    scores = model.scores(model.last_hidden(queries.tokens), queries.n_items)
+    for place, item in enumerate(found.items[: len(new)].tolist()):
+        own = scores[place, item]
+        ties = int((scores[place] == own).sum())
+        assert ties == queries.n_items - model.n_rows  # all that have no row
+        assert float(found.without[place]) == int((scores[place] > own).sum()) + (ties + 1) / 2
+    assert found.available[: len(new)].tolist() == [queries.n_items] * len(new)
+    assert len(found) > 20
+    assert float(found.with_content.mean()) < 0.8 * float(found.without.mean())
