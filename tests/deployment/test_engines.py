@@ -140,9 +140,6 @@ def test_an_unknown_item_and_a_mode_that_reads_raw_events_are_one_line():
     world, _ = base_block(protofed__mode="nodp", protofed__newcomers="auto")
     with pytest.raises(ConfigError, match=r"a federation runs protofed\.mode = reference, got nodp"):
         check_federated(world)
-    world, _ = base_block(privacy__trust="secure-aggregation", protofed__newcomers="auto")
-    with pytest.raises(ConfigError, match="nothing masks uploads on their way yet"):
-        check_federated(world)
 
 
 def test_devices_that_are_read_back_are_in_the_logs_order(federation):

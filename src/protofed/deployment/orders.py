@@ -1,10 +1,10 @@
 """What a server asks of a host of devices, and what comes back: the same whatever carries it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from protofed.client.introductions import ItemUpload
@@ -65,7 +65,8 @@ class Heard:
 
     answers: list[Answer]
     asked: int
-    lost: tuple[str, ...] = field(default=())
+    lost: tuple[str, ...] = ()
+    total: tuple[int, Int[Tensor, "K row"]] | None = None  # how many uploads, and their sum: where nothing else is seen
 
 
 Ask = Callable[[Order], Heard]

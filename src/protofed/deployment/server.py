@@ -31,7 +31,7 @@ from protofed.privacy.ledger import Ledger, NoiseSource, Release, read_ledger, r
 from protofed.privacy.mechanism import Noise, os_noise, seeded_noise
 from protofed.privacy.upload import RoundRule
 from protofed.seeds import stream
-from protofed.server.accept import accept
+from protofed.server.accept import Accepted, accept
 from protofed.server.aggregate import server_aggregate, slice_end
 from protofed.server.library import PrototypeLibrary
 from protofed.server.newcomers import predict_rows
@@ -169,8 +169,7 @@ def rounds_of(config: RunConfig, state: ServerState, cut: Cut) -> list[tuple[int
 
 def aggregated(server: Server, state: ServerState, heard: Heard, round_: int) -> ServerState:
     """The state after a round of what was heard in time; what is late, double or of another round is refused."""
-    uploads = (upload for each in heard.answers for upload in each.uploads)
-    accepted = accept(uploads, state.rule, round_=round_, version=state.library.version)
+    accepted = accepted_of(state, heard, round_)
     parting = stream(server.config.seed, "separation", round_)
     library, report = server_aggregate(state.library, accepted, state.rule, server.noise(round_), parting)
     server.tell(
@@ -181,6 +180,15 @@ def aggregated(server: Server, state: ServerState, heard: Heard, round_: int) ->
         lost=heard.lost,
     )
     return replace(state, library=library, rounds=round_ + 1)
+
+
+def accepted_of(state: ServerState, heard: Heard, round_: int) -> Accepted:
+    """What can be used of what was heard: uploads one by one, or their sum where the server sees nothing else."""
+    uploads = (upload for each in heard.answers for upload in each.uploads)
+    if state.rule.form != "integers":
+        return accept(uploads, state.rule, round_=round_, version=state.library.version)
+    n, total = heard.total or (0, None)
+    return Accepted(n, torch.zeros(0, 1, state.rule.upload.width), torch.zeros(0, dtype=torch.int64), total)
 
 
 def add_new_items(server: Server, state: ServerState, cuts: tuple[Cut, ...], ask: Ask) -> ServerState:

@@ -8,11 +8,15 @@ In a simulation the hosts' folders are numbered by partition: `protofed.hosts` o
 import os
 from pathlib import Path
 
+import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
+from torch import Tensor
 
+from protofed.deployment.flower import secure
 from protofed.deployment.flower.records import answer_to_records, order_from_records
 from protofed.deployment.host import obey
+from protofed.errors import DataError
 
 HOSTS = "PROTOFED_HOSTS"  # the folder of all hosts' folders, where one machine plays them all
 
@@ -22,8 +26,20 @@ app = ClientApp()
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """The answer of this host's devices."""
-    answer = obey(folder_of(context), order_from_records(message.content))
+    folder = folder_of(context)
+    if secure.is_masked(message):
+        return secure.answer_masked(message, context, lambda asked: masked_sum(folder, asked))
+    answer = obey(folder, order_from_records(message.content))
+    if any(upload.codes.dtype == torch.int64 for upload in answer.uploads):
+        raise DataError("integers of secure aggregation were asked for without a mask; they stay here")
     return Message(answer_to_records(answer), reply_to=message)
+
+
+def masked_sum(folder: Path, message: Message) -> Tensor:
+    """What the host's devices put into the sum."""
+    order = order_from_records(message.content)
+    k, width = order.broadcast.v.shape
+    return secure.sum_integers(obey(folder, order).uploads, (k, width + 1))
 
 
 def folder_of(context: Context) -> Path:

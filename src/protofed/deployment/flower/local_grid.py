@@ -4,6 +4,7 @@ It sets the identity that Flower gives to a task's process, and message ids, whi
 reason why flwr is pinned.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
 from pathlib import Path
@@ -61,7 +62,8 @@ class LocalGrid(Grid):
         return message.metadata.message_id
 
     def answer(self, message: Message) -> Message:
-        """What a node replies."""
+        """What a node replies; it is handed a copy, as over a wire: Flower's secure protocol changes what it reads."""
+        message.content = copy.deepcopy(message.content)
         return self.app(message, self.nodes[message.metadata.dst_node_id])
 
 

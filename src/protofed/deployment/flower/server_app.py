@@ -12,8 +12,9 @@ from flwr.serverapp import Grid, ServerApp
 
 from protofed.deployment.flower.records import answer_from_records, order_to_records
 from protofed.deployment.orders import Answer, Ask, Heard, Order
-from protofed.deployment.server import serve_slices
+from protofed.deployment.server import read_server, serve_slices
 from protofed.errors import DataError
+from protofed.privacy.upload import RoundRule
 
 TIMEOUT = 600.0  # seconds a round waits for its nodes
 PATIENCE = 60.0  # seconds a run waits for its nodes to connect
@@ -27,14 +28,19 @@ def main(grid: Grid, context: Context) -> None:
     """All slices of the folder up to the one asked for."""
     config = context.run_config
     wait_for_nodes(grid, int(config.get("nodes", 1)), float(config.get("patience", PATIENCE)))
-    timeout = float(config.get("timeout", TIMEOUT))
-    serve_slices(Path(str(config["folder"])), int(config["slice"]), over(grid, timeout))
+    folder, timeout = Path(str(config["folder"])), float(config.get("timeout", TIMEOUT))
+    rule = read_server(folder).read_state().rule
+    serve_slices(folder, int(config["slice"]), over(grid, timeout, rule))
 
 
-def over(grid: Grid, timeout: float) -> Ask:
-    """Asking every node of a grid."""
+def over(grid: Grid, timeout: float, rule: RoundRule) -> Ask:
+    """Asking every node of a grid; where devices send integers, for their sum alone."""
 
     def ask(order: Order) -> Heard:
+        if order.kind == "upload" and rule.form == "integers":
+            from protofed.deployment.flower.secure import ask_masked
+
+            return ask_masked(grid, order, (rule.upload.n_prototypes, rule.upload.width + 1), timeout)
         nodes = sorted(grid.get_node_ids())
         records, group = order_to_records(order), f"{order.cuts[-1].index}-{order.kind}-{order.round_}"
         sent = [Message(records, node, MessageType.TRAIN, group_id=group) for node in nodes]
