@@ -109,7 +109,8 @@ def whitened(vectors: Float[Tensor, "I w"], fitted: Bool[Tensor, " I"]) -> Float
     keep = variance > FLOOR * variance[0]
     scaled = directions[:, keep] / variance[keep].sqrt()
     scaled *= torch.where(scaled[scaled.abs().argmax(0), torch.arange(scaled.shape[1])] < 0, -1.0, 1.0)
-    return ((vectors.double() - mean) @ scaled).float()
+    white: Tensor = ((vectors.double() - mean) @ scaled).float()
+    return white
 
 
 def nearest(

@@ -6,6 +6,7 @@ the sum, any other item has the tower's row, and the tower itself is not needed 
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +48,8 @@ class Tower(nn.Module):
     def _draw(self, rng: Generator, width: int) -> None:
         """Initial weights from the given stream alone; rows start as long as items' own ones do."""
         with torch.no_grad():
+            maps: Any
+            gate: Any
             for maps, gate in zip(self.maps.values(), self.gates.values(), strict=True):
                 maps.weight.normal_(0, ROW_SCALE / math.sqrt(width * maps.weight.shape[1]), generator=rng)
                 for zero in (maps.bias, gate.weight, gate.bias):
@@ -151,7 +154,7 @@ def settled(model: Towered) -> SASRec:
     described = model.tower.described
     every = torch.arange(max(len(described), model.n_rows), device=model.items.device)
     rows = model.tower(every)
-    plain.items += rows[: model.n_rows]
+    plain.items.add_(rows[: model.n_rows])
     plain.register_module(CONTENT, ContentRows(rows[: len(described)].clone(), described.clone()))
     plain.refresh_mean_row()
     return at_rest(plain)

@@ -16,7 +16,7 @@ from protofed.deployment.host import EVENTS, SEEDED, STORE, Devices
 from protofed.deployment.orders import Cut
 from protofed.deployment.server import ServerState, write_server
 from protofed.deployment.store import opened
-from protofed.experiments.publish import describe_items
+from protofed.features.columns import aligned
 from protofed.federation.simulator import put_stacks
 from protofed.files import write_text, written_atomically
 from protofed.inference.folder import load, save
@@ -46,7 +46,7 @@ def deal(
         rule=made.rule,
         next_round=made.next_round,
         next_slice=1,
-        catalogue=Catalogue(describe_items(log.item_ids, None)),
+        catalogue=Catalogue(aligned(None, log.item_ids)),
         devices=made.devices,
         trust=config.privacy.trust,
         settings=to_toml(config),

@@ -216,7 +216,8 @@ def fit_scale(examples: Examples) -> Float[Tensor, ""]:
         return float(all_losses(head, examples).mean())
 
     finite = examples.scores[examples.scores.isfinite()]
-    return min(SCALES - finite.std().clamp(min=1e-12).log(), key=loss)
+    tried: Tensor = SCALES - finite.std().clamp(min=1e-12).log()
+    return tried[torch.tensor([loss(each) for each in tried]).argmin()]
 
 
 def run_epoch(head: Head, examples: Examples, optimiser: torch.optim.Optimizer, batch: int, order: Generator) -> None:

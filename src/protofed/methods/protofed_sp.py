@@ -172,7 +172,8 @@ class ProtoFedSP:
 
 def newest_target_of(state: ProtoFedState, slice_: TimeSlice) -> int:
     """The log position of the newest event that was learned from, this slice's included."""
-    return max([state.newest_target, *slice_.train_positions[-1:].tolist()])
+    newest: list[int] = slice_.train_positions[-1:].tolist()
+    return max([state.newest_target, *newest])
 
 
 def choices_of(config: RunConfig, state: ProtoFedState) -> dict[str, int | float]:
