@@ -2,6 +2,7 @@
 # make test   set everything up, check style and types, run all tests but the long ones
 # make test-long   tens of thousands of random cases and all committed reports made again, on top of `make test`
 # make docs   build the documentation into build/site
+# make check-size   sizes of results/ and docs/report.html, lines of the command line, the bench and the report
 # make report rebuild docs/report.html and the tables of docs/ from the committed runs; the other reports go to build/
 PYTHON ?= python3
 VENV   ?= .venv
@@ -9,8 +10,9 @@ TORCH  ?= cpu
 WORKERS ?= 2
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+PROTOFED := $(BIN)/python -m protofed.cli.main
 
-.PHONY: run test test-long check unit docs report clean
+.PHONY: run test test-long check check-size unit docs report clean
 
 run: $(READY)
 	$(BIN)/python -m protofed.cli.main demo --out runs/demo --report report.html
@@ -35,15 +37,18 @@ docs: $(READY)
 
 report: $(READY)
 	@mkdir -p build
-	$(BIN)/python -m protofed.cli.main report results/pack -o docs/report.html --grid experiments/overall.toml --grid experiments/overall-tier2.toml --tuned results/tune --tuned results/tune/yelp
-	$(BIN)/python -m protofed.cli.main report results/pack -o results/overall.csv
-	$(BIN)/python -m protofed.cli.main report results/more -o build/more_logs.html --grid experiments/overall-tier3.toml --tuned results/tune/yelp
-	$(BIN)/python -m protofed.cli.main report results/more -o results/more.csv
-	$(BIN)/python -m protofed.cli.main report results/paper_size -o build/paper_size.html --grid experiments/overall-paper-size.toml --tuned results/tune --tuned results/tune/yelp
-	$(BIN)/python -m protofed.cli.main report results/paper_size -o results/paper_size.csv
-	$(BIN)/python -m protofed.cli.main report results/sensitivity -o build/sensitivity.html
+	$(PROTOFED) report results/overall -o docs/report.html --grid experiments/overall.toml --tuned results/tune --tuned results/tune/yelp
+	$(PROTOFED) report results/overall -o results/overall.csv
+	$(PROTOFED) report results/more -o build/more_logs.html --grid experiments/overall.toml --tuned results/tune/yelp
+	$(PROTOFED) report results/more -o results/more.csv
+	$(PROTOFED) report results/paper_size -o build/paper_size.html --grid experiments/paper-size.toml --tuned results/tune --tuned results/tune/yelp
+	$(PROTOFED) report results/paper_size -o results/paper_size.csv
+	$(PROTOFED) report results/sensitivity -o build/sensitivity.html
 	$(BIN)/python scripts/results_page.py
 	$(BIN)/python scripts/method_pages.py
+
+check-size:
+	@$(BIN)/python scripts/sizes.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

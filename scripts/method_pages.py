@@ -3,7 +3,7 @@
     python scripts/method_pages.py            # writes docs/methods/NAME.md
 
 Nothing is typed by hand: the catalogue, the files' own words, the search spaces and results/ (overall.csv is
-`protofed report results/pack -o results/overall.csv`).
+`protofed report results/overall -o results/overall.csv`).
 """
 
 import argparse

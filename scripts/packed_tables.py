@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from protofed.config import from_toml
@@ -22,7 +23,8 @@ from protofed.evaluation.significance import (
     mean_over_slices,
     percentile_interval,
 )
-from protofed.experiments.packed import CANDIDATES, by_index, decoded, read_packed
+from protofed.experiments.evaluate import CANDIDATES
+from protofed.experiments.store import RUNS, Held, place_of, read_held, read_streams
 from protofed.methods.labels import run_label
 from protofed.seeds import seed_of
 
@@ -31,7 +33,6 @@ ACCURACY = (
     *(("ndcg@10", *pair) for pair in (("sampled", "all"), ("sampled", "novel"), ("sampled", "repeat"))),
     *(("ndcg@10", "full", "all"), ("ndcg@10", "full", "novel"), ("hr@10", "sampled", "all")),
 )
-PATIENCE = (0, 1, 2, 3)  # places in ACCURACY
 GAPS = (("sampled", "all"), ("sampled", "novel"), ("full", "all"), ("full", "novel"))
 OURS, PRIVATE = "protofed-sp (reference)", "private)"  # the private row that is ours, and how the labels of others end
 METRICS = {"ndcg@10": ndcg, "hr@10": hit_rate}
@@ -65,17 +66,26 @@ class Change:
     after: tuple[Path, str]
 
 
+@cache
+def held(dataset: str, pack: Path) -> tuple[list[Held], dict[str, pa.Table]]:
+    """The runs of a data set in a store, and the queries of their streams."""
+    store, below = place_of(pack)
+    path = store / f"{dataset}{RUNS}"
+    runs = read_held(path, below)
+    return runs, read_streams(path, [run.queries for run in runs if run.queries])
+
+
 def answered(dataset: str, pack: Path, wanted: Callable[[str], bool] = lambda cell: True) -> Iterator[Answered]:
-    """The packed runs of the cells METHOD/VARIANT that are wanted; no other is unpacked."""
-    streams = by_index(read_packed(pack / f"{dataset}.queries.parquet"))
-    for run in read_packed(pack / f"{dataset}.runs.parquet").to_pylist():
-        method, variant = run["folder"].split("/")[1:3]
-        if wanted(f"{method}/{variant}"):
-            queries = streams[run["queries"]]
+    """The stored runs of the cells METHOD/VARIANT that are wanted."""
+    runs, streams = held(dataset, pack)
+    for run in runs:
+        cell = "/".join(run.folder.split("/")[-3:-1])
+        if wanted(cell) and run.queries is not None and run.ranks is not None:
+            queries = streams[run.queries]
             asked = {name: queries[name].to_numpy() for name in ("slice", "user", "all", "novel", "repeat")}
-            ranks = (torch.from_numpy(kind.astype(np.int64)) for kind in decoded(run["ranks"], asked["repeat"]))
-            label = run_label(from_toml(run["config"]))
-            yield Answered(f"{method}/{variant}", label, asked, dict(zip(CANDIDATES, ranks, strict=True)))
+            ranks = (torch.from_numpy(kind.astype(np.int64)) for kind in run.ranks)
+            label = run_label(from_toml(run.texts["config"]))
+            yield Answered(cell, label, asked, dict(zip(CANDIDATES, ranks, strict=True)))
 
 
 def of_overall_tables(cell: str) -> bool:
@@ -162,19 +172,6 @@ def width_lines(datasets: Sequence[str], narrow: Path, wide: Path) -> list[str]:
         + " | ".join(f"{old[name]:.3f} → {new[name]:.3f}" for old, new in zip(before, after, strict=True))
         + f" | {places[name]:.1f} → {place:.1f} |"
         for name, place in mean_places(after).items()
-    ]
-
-
-def patience_lines(dataset: str, short_of: Path, long_of: Path) -> list[str]:
-    """What stopping later does to each row: PATIENCE's columns with the patience of one pack and of the other."""
-    soon, late = accuracies(dataset, short_of), accuracies(dataset, long_of)
-
-    def shown(values: Values) -> str:
-        return "–" if NO_SUCH_EVENTS in values else f"{mean(values):.3f} ± {stdev(values):.3f}"
-
-    return [
-        f"| {name} | " + " | ".join(shown(rows[name][place]) for place in PATIENCE for rows in (soon, late)) + " |"
-        for name in late
     ]
 
 
@@ -283,38 +280,16 @@ def warm_up_lines(datasets: Sequence[str], narrow: Path, wide: Path) -> list[str
 
 def best_epoch(dataset: str, pack: Path) -> tuple[float, float]:
     """The best value of the warm-up's validation trace and its epoch, means over the seeds of a frozen row."""
-    runs = read_packed(pack / f"{dataset}.runs.parquet").to_pylist()
     at_defaults = (["frozen-no-new-rows", "default"], ["frozen-no-new-rows", "paper"])
-    traces = [warm_up_trace(run["log"]) for run in runs if run["folder"].split("/")[1:3] in at_defaults]
+    traces = [
+        warm_up_trace(run.texts["log"]) for run in held(dataset, pack)[0] if run.folder.split("/")[-3:-1] in at_defaults
+    ]
     return mean([max(trace) for trace in traces]), mean([1 + trace.index(max(trace)) for trace in traces])
 
 
 def warm_up_trace(log: str) -> list[float]:
     """The validation NDCG@10 of every epoch of the warm-up, from a run's log."""
     return list(json.loads(log.splitlines()[0])["validation_ndcg10"])
-
-
-def searched_lines(datasets: Sequence[str], packs: Sequence[Path]) -> list[str]:
-    """The warm-up's best validation NDCG@10 by log, dropout (a line each) and rate (a column), mean of the seeds."""
-    made = []
-    for dataset in datasets:
-        found: dict[tuple[float, float], dict[int, float]] = {}
-        for run in (run for pack in packs for run in read_packed(pack / f"{dataset}.runs.parquet").to_pylist()):
-            if run["folder"].split("/")[1] == "frozen-no-new-rows":
-                config = from_toml(run["config"])
-                point = found.setdefault((config.backbone.dropout, config.training.learning_rate), {})
-                point[config.seed] = max(warm_up_trace(run["log"]))
-        seeds = set.intersection(*map(set, found.values()))
-        values = {point: mean([of[seed] for seed in seeds]) for point, of in found.items()}
-        rates = sorted({rate for _, rate in values})
-        for dropout in sorted({dropout for dropout, _ in values}):
-            cells = [f"{values[dropout, rate]:.3f}" for rate in rates]
-            best = [
-                f"**{c}**" if values[dropout, r] == max(values.values()) else c
-                for c, r in zip(cells, rates, strict=True)
-            ]
-            made.append(f"| {dataset} | {len(seeds)} | {dropout:g} | " + " | ".join(best) + " |")
-    return made
 
 
 def by_cell(dataset: str, pack: Path, cells: Collection[str]) -> dict[str, list[Values]]:

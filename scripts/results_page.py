@@ -24,8 +24,6 @@ from packed_tables import (
     gap_lines,
     glance_lines,
     noise_lines,
-    patience_lines,
-    searched_lines,
     sweep_lines,
     warm_up_lines,
     width_lines,
@@ -35,24 +33,12 @@ ROOT = Path(__file__).parents[1]
 DOCS, RESULTS = ROOT / "docs", ROOT / "results"
 SEARCHED = ("gowalla_1k", "yelp", "amazon_beauty", "taobao")
 MORE = ("gowalla", "amazon_sports", "lastfm_30music", "retailrocket", "movielens", "hm")
-SHORT_EPOCHS = ("retailrocket", "movielens", "hm")  # of MORE, those that were also run with a longer patience
 WITHOUT_NOISE = "protofed-sp (nodp)"
-MET_AT_ONCE = ("hm", "retailrocket")  # of those run with items that count as met at once, two in detail
-REPEATING = ("gowalla_1k", "yelp", "taobao", "gowalla", "lastfm_30music", *MET_AT_ONCE)  # all of those
-AT_ONCE = {
-    "personal-memory/default": "personal-memory",
-    "protofed-sp/nodp": WITHOUT_NOISE,
-    "protofed-sp/nodp-at-once": f"{WITHOUT_NOISE}, at once",
-    "protofed-sp/default": OURS,
-    "protofed-sp/at-once": f"{OURS}, at once",
-}
-
 SHARED_PROMPT = (  # methods whose PEFT variant has rows
     *("full-retrain", "mas", "si", "infer", "er-random", "er-freq", "finetune-last", "ccd", "lwf"),
     *("sail-piw", "reloop", "ewc", "reloop2"),
 )
 LIBRARY_SIZE = {"prompt-tuning": "", "prefix-tuning": "-prefix", "adapters": "-adapters", "dual-lora": "-lora"}
-REWARMED = ("full-retrain", "personal-memory", "si", "finetune-last", "frozen")  # and ProtoFed-SP
 
 MOST_ROWS = 10  # of a table on a page
 # Rows that are shown before others.
@@ -109,13 +95,13 @@ def gaps(dataset: str, pack: Path, most: int) -> Table:
 
 def with_a_shared_prompt() -> list[Change]:
     """Every method that has one: all weights, then its PEFT variant."""
-    pack = RESULTS / "pack"
+    pack = RESULTS / "overall"
     return [Change(name, "gowalla_1k", (pack, f"{name}/default"), (pack, f"{name}/peft")) for name in SHARED_PROMPT]
 
 
 def at_library_size() -> list[Change]:
     """Small modules at their usual size, then at that of the prototype library."""
-    pack = RESULTS / "pack"
+    pack = RESULTS / "overall"
     return [
         Change(f"{dataset}, {name}", dataset, (pack, f"{name}/default"), (pack, f"{name}/library-size{mark}"))
         for dataset in ("gowalla_1k", "yelp")
@@ -123,28 +109,9 @@ def at_library_size() -> list[Change]:
     ]
 
 
-def met_at_once() -> list[Change]:
-    """ProtoFed-SP without and with noise, before and after items count as met at once."""
-    pack, kinds = RESULTS / "at_once", (("nodp", "nodp-at-once", "nodp"), ("default", "at-once", "reference"))
-    return [
-        Change(f"{dataset}, {mode}", dataset, (pack, f"protofed-sp/{was}"), (pack, f"protofed-sp/{now}"))
-        for dataset in REPEATING
-        for was, now, mode in kinds
-    ]
-
-
-def rewarmed() -> list[Change]:
-    """Rows at the paper's width, before and after the warm-up was searched."""
-    wide, after = RESULTS / "paper_size", RESULTS / "warm_up"
-    cells = {name: (f"{name}/paper", f"{name}/rewarmed") for name in REWARMED}
-    cells |= {WITHOUT_NOISE: ("protofed-sp/paper-nodp", "protofed-sp/rewarmed-nodp")}
-    cells |= {OURS: ("protofed-sp/paper", "protofed-sp/rewarmed")}
-    return [Change(name, "gowalla_1k", (wide, was), (after, now)) for name, (was, now) in cells.items()]
-
-
 def tables_of_results() -> Iterator[Table]:
     """Those of docs/results.md."""
-    pack, export = RESULTS / "pack", RESULTS / "overall.csv"
+    pack, export = RESULTS / "overall", RESULTS / "overall.csv"
     for dataset in SEARCHED:
         yield from overall(dataset, pack, export, most=8, costs=5 if dataset == "gowalla_1k" else 0)
         yield Table(f"{dataset}, {OURS} minus", partial(gap_lines, dataset, pack), 5, GAPS)
@@ -160,13 +127,8 @@ def tables_of_more_logs() -> Iterator[Table]:
     """Those of docs/more_logs.md: no row there is at the private one's price, so the one without noise is compared."""
     pack, export = RESULTS / "more", RESULTS / "more.csv"
     yield Table("six logs", partial(glance_lines, MORE, pack))
-    for dataset in SHORT_EPOCHS:
-        yield Table(f"{dataset}, patience", partial(patience_lines, dataset, pack, RESULTS / "patience"), 5)
     yield Table("movielens, noise multiplier", partial(noise_lines, "movielens", export))
     yield Table("movielens, left out", partial(cell_lines, "movielens", RESULTS / "ablations", parts()), 5)
-    yield Table("as it was → met at once", partial(change_lines, met_at_once()), 7)
-    for dataset in MET_AT_ONCE:
-        yield Table(f"{dataset}, met at once", partial(cell_lines, dataset, RESULTS / "at_once", AT_ONCE))
     for dataset in MORE:
         yield from overall(dataset, pack, export, most=6)
         yield gaps(dataset, pack, 0)
@@ -175,11 +137,8 @@ def tables_of_more_logs() -> Iterator[Table]:
 def tables_of_paper_size() -> Iterator[Table]:
     """Those of docs/paper_size.md."""
     pack, export = RESULTS / "paper_size", RESULTS / "paper_size.csv"
-    yield Table("d = 64 → 256", partial(width_lines, SEARCHED, RESULTS / "pack", pack))
-    yield Table("warm-up, d = 64 → 256", partial(warm_up_lines, SEARCHED, RESULTS / "pack", pack))
-    searched = ("gowalla_1k", "yelp", "amazon_beauty")
-    yield Table("warm-up at d = 256", partial(searched_lines, searched, (pack, RESULTS / "warm_up")))
-    yield Table("searched at d = 256", partial(change_lines, rewarmed()))
+    yield Table("d = 64 → 256", partial(width_lines, SEARCHED, RESULTS / "overall", pack))
+    yield Table("warm-up, d = 64 → 256", partial(warm_up_lines, SEARCHED, RESULTS / "overall", pack))
     for dataset in SEARCHED:
         yield from overall(dataset, pack, export, most=8)
         yield gaps(dataset, pack, 5)

@@ -24,7 +24,6 @@ from protofed.data.synthetic import drifting_world, preset
 from protofed.data.synthetic_truth import DriftingWorld, cluster_at, drift_progress
 from protofed.evaluation.forgetting import accuracy
 from protofed.experiments.run import Experiment
-from protofed.experiments.summary import matrix
 from protofed.methods.protocol import World
 from protofed.methods.protofed_sp import ProtoFedSP, ProtoFedState
 from protofed.seeds import numpy_stream, stream
@@ -107,9 +106,9 @@ def without(part: str, seed: int, cache: Path, settings: list[str]) -> dict[str,
     config = settle({"dataset": "synthetic", "method": "protofed-sp", "seed": seed}, None, chosen)
     made = drifting_world(preset("default"), stream(0, "synthetic world"))
     with tempfile.TemporaryDirectory() as folder:
-        metrics = Experiment(config, made.log, cache).run(Path(folder) / "run").table("metrics")
+        found = matrices(Experiment(config, made.log, cache).run(Path(folder) / "run").table("metrics"))
     wanted = (("sampled", "all"), ("sampled", "novel"), ("sampled", "repeat"), ("full", "all"))
-    return {f"{c}, {s}": accuracy(matrix(metrics, c, s, "ndcg@10")) for c, s in wanted}
+    return {f"{c}, {s}": accuracy(found[c, s, "ndcg@10"].values) for c, s in wanted}
 
 
 def main() -> None:

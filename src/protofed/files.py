@@ -20,6 +20,7 @@ UNFINISHED = ".unfinished"
 NOTES, CHECKSUM = "notes", "sha256"
 FORMULA = ("=", "+", "-", "@", "\t", "\r")  # how a cell begins that a spreadsheet runs
 STEP = 1 << 24  # bytes hashed at once
+WAIT = 600.0  # seconds for a lock whose holder writes tables; those of a large grid take minutes
 
 
 def harmless(text: str) -> str:

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from protofed.config import from_toml, to_toml
 from protofed.errors import MissingExtra, RunFolderError
-from protofed.experiments import bench
-from protofed.experiments.bench import Ended, Job, Status
+from protofed.experiments import bench, pool
+from protofed.experiments.bench import Job, Status
 from protofed.experiments.grid import Cell
+from protofed.experiments.pool import Ended
 from protofed.experiments.run import Experiment
 from protofed.experiments.tidy import finished_runs
 
@@ -229,7 +230,7 @@ def test_only_what_this_attempt_wrote_tells_how_far_it_is(tmp_path):
     ],
 )
 def test_a_failure_is_told_in_one_line(ended, line):
-    assert bench.one_line(ended) == line
+    assert pool.one_line(ended) == line
 
 
 def test_the_time_left_is_judged_by_cells_of_the_same_kind():
@@ -275,10 +276,10 @@ def test_a_single_runs_folder_is_no_bench_folder(tmp_path):
 def test_a_worker_that_does_not_stop_is_killed(monkeypatch):
     monkeypatch.setattr(bench, "GRACE", 0.3)
     deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('x', flush=True); time.sleep(60)"
-    worker = bench.processes([sys.executable, "-c", deaf])(Job("", "", "", "", "", ""))
+    worker = pool.processes([sys.executable, "-c", deaf])(Job("", "", "", "", "", ""))
     time.sleep(0.5)
     began = time.monotonic()
-    bench.stop_all([worker])
+    pool.stop_all([worker])
     assert time.monotonic() - began < 10
     assert worker.ended().code == -9
 
@@ -286,7 +287,7 @@ def test_a_worker_that_does_not_stop_is_killed(monkeypatch):
 def test_a_worker_is_told_its_job_and_what_it_says_is_kept():
     echo = "import sys; sys.stderr.write(sys.argv[1]); sys.exit(3)"
     job = Job("folder", "config", "root", "cache", "cpu", "command")
-    worker = bench.processes([sys.executable, "-c", echo])(job)
+    worker = pool.processes([sys.executable, "-c", echo])(job)
     while (ended := worker.ended()) is None:
         time.sleep(0.01)
     assert ended.code == 3
@@ -299,7 +300,7 @@ def test_ray_is_asked_for_by_its_extra(monkeypatch):
     with pytest.raises(
         MissingExtra, match=r"ray is not installed; run `pip install ray`, or `pip install -e '.\[ray\]'`"
     ):
-        bench.ray_tasks(["worker"])
+        pool.ray_tasks(["worker"])
 
 
 def test_a_ray_task_runs_the_same_worker_and_a_lost_one_is_a_failure(monkeypatch):
@@ -317,7 +318,7 @@ def test_a_ray_task_runs_the_same_worker_and_a_lost_one_is_a_failure(monkeypatch
         init=lambda **_: None, remote=remote, get=get, wait=lambda tasks, timeout: (tasks, []), cancel=None
     )
     monkeypatch.setitem(sys.modules, "ray", stub)
-    start = bench.ray_tasks([sys.executable, "-c", "import sys; sys.stderr.write('said'); sys.exit(5)"])
+    start = pool.ray_tasks([sys.executable, "-c", "import sys; sys.stderr.write('said'); sys.exit(5)"])
     assert start(Job("", "", "", "", "", "")).ended() == Ended(5, "said")
 
     def lost(task):

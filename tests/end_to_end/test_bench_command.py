@@ -204,7 +204,7 @@ def runs_in(out: Path) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if str(out).encode() in path.read_bytes() and b"protofed.cli.bench" in path.read_bytes():
+            if str(out).encode() in path.read_bytes() and b"protofed.cli.worker" in path.read_bytes():
                 found.append(int(path.parent.name))
     return found
 

@@ -26,9 +26,9 @@ def test_one_page_is_committed_and_it_is_small():
 @pytest.mark.parametrize("made", COMMITTED)
 def test_the_committed_runs_give_the_committed_report(made, tmp_path, monkeypatch, capsys):
     lines = (ROOT / "Makefile").read_text(encoding="utf-8").splitlines()
-    (line,) = (line for line in lines if re.search(rf" report results/\w+ -o {made}\b", line))
+    (line,) = (line for line in lines if re.search(rf"report results/\w+ -o {made}\b", line))
     again = tmp_path / Path(made).name
-    words = shlex.split(line.partition("protofed.cli.main ")[2].replace(made, str(again)))
+    words = shlex.split(line.partition("$(PROTOFED) ")[2].replace(made, str(again)))
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "argv", ["protofed", *words])
     with pytest.raises(SystemExit) as ended:

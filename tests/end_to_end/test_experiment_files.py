@@ -4,6 +4,7 @@ import csv
 import re
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,6 @@ from protofed.slices.partition import partition
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "experiments").glob("*.toml"))
 PAPER = [path for path in FILES if path.stem != "smoke"]
-SHARING = [path for path in PAPER if not path.stem.startswith("patience")]  # whose cells may share a bench folder
 LOGS = ROOT.parent / "shared" / "data"
 PAPERS_ABLATIONS = ("alignment", "short", "long", "static-prototypes")
 SWEPT = ("protofed.lambda_max", "protofed.sparsity", "protofed.prototypes", "protofed.top_m", "backbone.prompt_length")
@@ -48,21 +48,8 @@ def can_be_private(name: str) -> bool:
 
 
 def test_there_is_a_file_for_everything_the_paper_shows():
-    wanted = {"overall", "overall-private", "overall-tier2", "overall-tier3", "overall-hm", "overall-paper-size"}
-    wanted |= {
-        "overall-tier3-gowalla",
-        "overall-private-tier2",
-        "peft",
-        "module-size",
-        "ablations",
-        "sensitivity",
-        "privacy-utility",
-        "patience",
-        "patience-hm",
-        "at-once",
-        "warm-up-paper-size",
-    }
-    assert {path.stem for path in PAPER} == wanted
+    wanted = {"overall", "private", "paper-size", "warm-up", "peft", "module-size"}
+    assert {path.stem for path in PAPER} == wanted | {"ablations", "sensitivity", "privacy-utility"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -82,18 +69,19 @@ def test_two_lines_say_what_a_file_reproduces_and_how_many_runs_that_takes(path)
     assert {cell.config.seed for cell in cells_of(path)} == {0, 1, 2}
 
 
-def test_files_that_share_a_folder_mean_the_same_run_and_no_run_has_two_folders():
+def test_all_files_can_share_a_folder_and_mean_the_same_run_and_no_run_has_two_folders():
     configs, folders = {}, {}
-    for cell in (cell for path in SHARING for cell in cells_of(path)):
+    for cell in (cell for path in PAPER for cell in cells_of(path)):
         text = to_toml(cell.config)
         assert configs.setdefault(cell.folder, text) == text, cell.folder
         assert folders.setdefault(text, cell.folder) == cell.folder
 
 
-@pytest.mark.parametrize("name", ["overall", "overall-tier2", "overall-tier3", "overall-tier3-gowalla", "overall-hm"])
-def test_an_overall_table_has_every_method_and_protofed_sp_without_noise(name):
-    found = named(name)
-    assert {cell.config.method for cell in found} == set(METHODS)
+def test_the_overall_table_has_every_method_on_every_log_and_protofed_sp_without_noise():
+    found = named("overall")
+    logs = {cell.config.dataset for cell in found}
+    assert {(c.config.dataset, c.config.method) for c in found} == set(product(logs, METHODS))
+    assert {(c.config.dataset, c.config.stream.n_slices) for c in found} == {(x, 1 if x == "hm" else 8) for x in logs}
     assert {cell.config.protofed.mode for cell in found if cell.config.method == "protofed-sp"} == {"reference", "nodp"}
     assert {cell.config.preset for cell in found} == {"small"}
 
@@ -114,8 +102,8 @@ def places(dataset: str) -> dict[str, int]:
 
 
 def test_the_papers_width_is_for_the_ten_best_of_the_searched_logs_the_trivial_rows_and_ours():
-    found = named("overall-paper-size")
-    logs = {cell.config.dataset for cell in [*named("overall"), *named("overall-tier2")]}
+    found = named("paper-size")
+    logs = {cell.config.dataset for cell in named("private")}
     by_log = [places(dataset) for dataset in logs]
     best = sorted(by_log[0], key=lambda name: sum(each[name] for each in by_log))[:10]
     assert {cell.config.method for cell in found} == {*best, *TRIVIAL, "protofed-sp"}
@@ -123,10 +111,8 @@ def test_the_papers_width_is_for_the_ten_best_of_the_searched_logs_the_trivial_r
     assert {cell.config.preset for cell in found} == {"paper"}
 
 
-@pytest.mark.parametrize(("name", "like"), [("overall-private", "overall"), ("overall-private-tier2", "overall-tier2")])
-def test_the_private_table_has_every_method_that_can_be_private_at_one_budget(name, like):
-    found = named(name)
-    assert {cell.config.dataset for cell in found} == {cell.config.dataset for cell in named(like)}
+def test_the_private_table_has_every_method_that_can_be_private_at_one_budget():
+    found = named("private")
     wanted = {name for name in METHODS if name == "protofed-sp" or can_be_private(name)}
     assert {cell.config.method for cell in found} == wanted
     assert all(cell.config.privacy.wrap == (cell.config.method != "protofed-sp") for cell in found)

@@ -25,8 +25,8 @@ from protofed.evaluation.forgetting import accuracy
 from protofed.experiments import folder as folders
 from protofed.experiments import tuning as module
 from protofed.experiments.folder import RunFolder
+from protofed.experiments.matrices import main_values
 from protofed.experiments.run import Experiment
-from protofed.experiments.summary import matrix
 from protofed.experiments.tuning import (
     Outcome,
     Trial,
@@ -212,7 +212,7 @@ def test_a_trial_tests_each_slice_when_it_was_learned_as_a_whole_run_does_and_no
     config = pseudo_config(search, override(search.config, search.trials[1].settings))
     whole = Experiment(config, search.pseudo_log, out.parent / "cache").run(tmp_path / "whole")
     trial = RunFolder(trial_folder(search, search.trials[1], out)).table("metrics")
-    seen, full = (matrix(metrics, "sampled", "all", "ndcg@10") for metrics in (trial, whole.table("metrics")))
+    seen, full = (main_values(metrics) for metrics in (trial, whole.table("metrics")))
     assert np.array_equal(np.diagonal(seen), np.diagonal(full))
     assert np.isnan(seen[~np.eye(len(seen), dtype=bool)]).all()
     assert not np.isnan(full).any()

@@ -8,10 +8,12 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from protofed.config import from_toml
-from protofed.experiments.packed import CANDIDATES, by_index, decoded, read_packed
+from protofed.experiments.evaluate import CANDIDATES
+from protofed.experiments.store import Held, read_file, read_held, read_streams
 from protofed.methods.labels import run_label
 from protofed.privacy.accountant import epsilon
 from protofed.privacy.ledger import Release
@@ -75,7 +77,7 @@ def place_of(dataset: str) -> tuple[str, str, str]:
     """The page that has the log's tables, its pack and its export."""
     if dataset in WIDE:
         return PAPER_SIZE, "paper_size", "paper_size.csv"
-    return (MORE_LOGS, "more", "more.csv") if dataset in MORE else (PAGE, "pack", "overall.csv")
+    return (MORE_LOGS, "more", "more.csv") if dataset in MORE else (PAGE, "overall", "overall.csv")
 
 
 def name_of(dataset: str) -> str:
@@ -94,18 +96,25 @@ def headlines(dataset: str) -> dict[str, list[tuple[float, ...]]]:
 
 
 @cache
-def values_of_runs(dataset: str, pack: str = "pack") -> dict[tuple[str, str], list[tuple[float, ...]]]:
+def stored(dataset: str, pack: str) -> tuple[list[Held], dict[str, pa.Table]]:
+    """The runs of a data set in a part of the store, and the queries of their streams."""
+    path = ROOT / "results" / f"{dataset}.runs.parquet"
+    runs = read_held(path, f"{pack}/")
+    return runs, read_streams(path, [run.queries for run in runs])
+
+
+@cache
+def values_of_runs(dataset: str, pack: str = "overall") -> dict[tuple[str, str], list[tuple[float, ...]]]:
     """By variant and row: for each seed the mean over slices 1, 2 .. of NDCG@10 in every column, HR@10 of the first."""
-    runs = read_packed(ROOT / "results" / pack / f"{dataset}.runs.parquet").to_pylist()
-    streams = by_index(read_packed(ROOT / "results" / pack / f"{dataset}.queries.parquet"))
+    runs, streams = stored(dataset, pack)
     found: dict[tuple[str, str], list[tuple[float, ...]]] = {}
-    for run in sorted(runs, key=lambda run: str(run["folder"])):
-        config, queries = from_toml(run["config"]), streams[run["queries"]]
+    for run in runs:
+        config, queries = from_toml(run.texts["config"]), streams[run.queries]
         columns = {name: queries[name].to_numpy() for name in queries.column_names if name not in ("user", "drift")}
-        ranks = dict(zip(CANDIDATES, decoded(run["ranks"], columns["repeat"]), strict=True))
+        ranks = dict(zip(CANDIDATES, run.ranks, strict=True))
         values = [mean_over_slices(ndcg(ranks[kind]), columns, subset) for kind, subset in COLUMNS]
         hits = mean_over_slices(ranks["sampled"] <= 10, columns, "all")
-        found.setdefault((run["folder"].split("/")[2], run_label(config)), []).append((*values, hits))
+        found.setdefault((run.folder.split("/")[-2], run_label(config)), []).append((*values, hits))
     return found
 
 
@@ -148,24 +157,12 @@ def ablation_lines(dataset: str, pack: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("dataset", "pack"), [("gowalla_1k", "pack"), ("taobao", "pack"), ("movielens", "ablations")])
+@pytest.mark.parametrize(
+    ("dataset", "pack"), [("gowalla_1k", "overall"), ("taobao", "overall"), ("movielens", "ablations")]
+)
 def test_the_table_of_ablations_is_that_of_the_packed_runs(dataset, pack):
     table = table_of(place_of(dataset)[0], f"{dataset}, left out | seeds")
     assert table == ablation_lines(dataset, pack)
-
-
-@pytest.mark.parametrize("dataset", ["hm", "retailrocket"])
-def test_the_table_of_items_met_at_once_is_that_of_the_packed_runs(dataset):
-    rows = [row.strip("| ").split(" | ") for row in table_of(MORE_LOGS, f"{dataset}, met at once | seeds")]
-    found = values_of_runs(dataset, "at_once")
-    cells = (
-        ("default", "personal-memory"),
-        *((name, "protofed") for name in ("nodp", "nodp-at-once", "default", "at-once")),
-    )
-    assert [row[0].endswith(", at once") for row in rows] == [name.endswith("at-once") for name, _ in cells]
-    for row, (variant, label) in zip(rows, cells, strict=True):
-        (seeds,) = (values for key, values in found.items() if key[0] == variant and key[1].startswith(label))
-        assert row[1:] == [str(len(seeds)), *(shown(list(column)) for column in zip(*seeds, strict=True))]
 
 
 def arrows(before: list[tuple[float, ...]], after: list[tuple[float, ...]]) -> list[str]:
@@ -197,48 +194,6 @@ def test_the_table_of_module_sizes_has_every_packed_module_of_the_librarys_size(
                 expected[name] = arrows(runs["default", label], runs[variant, label])
     assert len(expected) == 8
     assert changes(PAGE, "usual size → the library's") == expected
-
-
-def test_the_table_of_items_met_at_once_pairs_both_modes_of_every_packed_log():
-    logs = [path.name.removesuffix(".runs.parquet") for path in (ROOT / "results/at_once").glob("*.runs.parquet")]
-    expected = {}
-    for dataset in logs:
-        runs = values_of_runs(dataset, "at_once")
-        for mode, was, now in (("nodp", "nodp", "nodp-at-once"), ("reference", "default", "at-once")):
-            label = f"protofed-sp ({mode})"
-            expected[f"{dataset}, {mode}"] = arrows(runs[was, label], runs[now, label])
-    assert changes(MORE_LOGS, "as it was → met at once") == expected
-
-
-def test_the_table_of_rows_on_a_searched_warm_up_pairs_them_with_those_of_the_page():
-    before, after = values_of_runs("gowalla_1k", "paper_size"), values_of_runs("gowalla_1k", "warm_up")
-    again = {(variant, label): seeds for (variant, label), seeds in after.items() if variant.startswith("rewarmed")}
-    expected = {
-        label: arrows(before[variant.replace("rewarmed", "paper"), label], seeds)
-        for (variant, label), seeds in again.items()
-    }
-    assert len(expected) == 7
-    assert changes(PAPER_SIZE, "searched at d = 256") == expected
-
-
-def test_the_table_of_the_searched_warm_up_is_that_of_the_packed_logs_over_seeds_that_all_points_have():
-    expected = []
-    for dataset, seeds in (("gowalla_1k", (0, 1, 2)), ("yelp", (0,)), ("amazon_beauty", (0,))):
-        found: dict[tuple[float, float], list[float]] = {}
-        for pack in ("paper_size", "warm_up"):
-            for run in read_packed(ROOT / "results" / pack / f"{dataset}.runs.parquet").to_pylist():
-                config = from_toml(run["config"])
-                if config.method == "frozen-no-new-rows" and config.seed in seeds:
-                    trace = json.loads(run["log"].splitlines()[0])["validation_ndcg10"]
-                    point = (config.backbone.dropout, config.training.learning_rate)
-                    found.setdefault(point, []).append(np.max(trace))
-        assert {len(values) for values in found.values()} == {len(seeds)}
-        for dropout in (0.3, 0.5, 0.7):
-            cells = [f"{np.mean(found[dropout, rate]):.3f}" for rate in (0.0003, 0.001, 0.003)]
-            expected.append(f"| {dataset} | {len(seeds)} | {dropout} | " + " | ".join(cells) + " |")
-    table = table_of(PAPER_SIZE, "warm-up at d = 256")
-    assert [line.replace("**", "") for line in table] == expected
-    assert [line.count("**") for line in table] == [0, 2, 0, 0, 0, 2, 0, 2, 0]
 
 
 @pytest.mark.parametrize(("dataset", "introducing"), [("gowalla_1k", ()), ("movielens", ("0.2", "0.4"))])
@@ -311,11 +266,8 @@ def test_the_table_of_every_method_is_that_of_the_packed_runs(dataset):
 def test_the_page_of_more_logs_counts_the_packed_runs():
     rows = [row.strip("| ").split(" | ") for row in table_of(MORE_LOGS, "log | stands for")]
     counted = {dataset.partition(",")[0]: runs for dataset, _, runs, _ in rows}
-    packs = {path.name.removesuffix(".runs.parquet"): path for path in (ROOT / "results/more").glob("*.runs.parquet")}
-    folders = {dataset: read_packed(path)["folder"].to_pylist() for dataset, path in packs.items()}
-    held = {name: sum(folder.split("/")[2] in ROWS for folder in found) for name, found in folders.items()}
+    held = {dataset: sum(run.folder.split("/")[-2] in ROWS for run in stored(dataset, "more")[0]) for dataset in MORE}
     assert counted == {dataset: f"{runs} of 90" for dataset, runs in held.items()}
-    assert set(held) == set(MORE)
 
 
 def test_the_table_at_a_glance_has_every_row_of_every_log_by_mean_place():
@@ -359,9 +311,9 @@ def test_the_table_of_warm_ups_is_that_of_the_packed_logs():
     assert tuple(rows) == DATASETS
     for dataset, row in rows.items():
         told = []
-        for pack, variant in (("pack", "default"), ("paper_size", "paper")):
-            runs = read_packed(ROOT / "results" / pack / f"{dataset}.runs.parquet").to_pylist()
-            logs = [r["log"] for r in runs if r["folder"].startswith(f"{dataset}/frozen-no-new-rows/{variant}/")]
+        for pack, variant in (("overall", "default"), ("paper_size", "paper")):
+            name = f"{pack}/{dataset}/frozen-no-new-rows/{variant}/"
+            logs = [run.texts["log"] for run in stored(dataset, pack)[0] if run.folder.startswith(name)]
             traces = [json.loads(log.splitlines()[0])["validation_ndcg10"] for log in logs]
             assert len(traces) == 3
             told.append((np.mean([max(t) for t in traces]), np.mean([np.argmax(t) + 1 for t in traces])))
@@ -383,19 +335,9 @@ def test_the_table_of_row_rates_is_that_of_the_committed_trials():
         assert ["**" in cell for cell in cells] == [value == best for value in values]
 
 
-@pytest.mark.parametrize("dataset", ["retailrocket", "movielens", "hm"])
-def test_the_table_of_patience_pairs_the_rows_of_two_packs(dataset):
-    late = {label: seeds for (_, label), seeds in values_of_runs(dataset, "patience").items()}
-    table = [row.strip("| ").split(" | ") for row in table_of(MORE_LOGS, f"{dataset}, patience")]
-    assert {row[0] for row in table} == set(late)
-    for name, *cells in table:
-        pairs = zip(zip(*headlines(dataset)[name], strict=True), zip(*late[name], strict=True), strict=True)
-        assert cells == [shown(list(column)) for pair in list(pairs)[:4] for column in pair]
-
-
-@pytest.mark.parametrize("path", sorted(ROOT.glob("results/*/*.runs.parquet")), ids=lambda path: str(path.parent.name))
+@pytest.mark.parametrize("path", sorted(ROOT.glob("results/*.runs.parquet")), ids=lambda path: str(path.name))
 def test_commands_of_packed_runs_name_no_place_of_the_machine_that_ran_them(path):
-    commands = [json.loads(text)["command"] for text in read_packed(path)["environment"].to_pylist()]
+    commands = [json.loads(text)["command"] for text in read_file(path)["environment"].to_pylist()]
     assert commands
     assert not [command for command in commands if re.search(r"[ =\"']/", command)]
 
@@ -406,12 +348,12 @@ def number(text: str) -> float:
 
 def users_ndcg(dataset: str, label: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Sampled NDCG@10 of every query of slices 1..8, seeds averaged; its user and its slice."""
-    streams = by_index(read_packed(ROOT / "results" / "pack" / f"{dataset}.queries.parquet"))
+    runs, streams = stored(dataset, "overall")
     found = []
-    for run in read_packed(ROOT / "results" / "pack" / f"{dataset}.runs.parquet").to_pylist():
-        if run["folder"].split("/")[2] in ROWS and run_label(from_toml(run["config"])) == label:
-            queries = streams[run["queries"]]
-            found.append(ndcg(decoded(run["ranks"], queries["repeat"].to_numpy())[CANDIDATES.index("sampled")]))
+    for run in runs:
+        if run.folder.split("/")[-2] in ROWS and run_label(from_toml(run.texts["config"])) == label:
+            queries = streams[run.queries]
+            found.append(ndcg(run.ranks[CANDIDATES.index("sampled")]))
     asked = queries["slice"].to_numpy() > 0
     return np.mean(found, axis=0)[asked], queries["user"].to_numpy()[asked], queries["slice"].to_numpy()[asked]
 

@@ -3,12 +3,9 @@
 import contextlib
 import json
 import math
-import os
 import signal
 import sys
-import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,15 +19,15 @@ from rich.table import Table
 from rich.text import Text
 
 from protofed.cli.progress import duration
-from protofed.cli.run import CACHE, load, settle
-from protofed.config import from_toml, parse_override
-from protofed.errors import ConfigError, ProtoFedError, check_installed, in_one_line
+from protofed.cli.run import CACHE, settle
+from protofed.cli.worker import WORKER
+from protofed.config import parse_override
+from protofed.errors import ConfigError, check_installed
 
 if TYPE_CHECKING:
     from protofed.experiments.bench import Board, Job, Status, Tell
     from protofed.experiments.grid import Cell, Grid
 
-WORKER = ("env", "OMP_NUM_THREADS=1", "MKL_NUM_THREADS=1", sys.executable, "-m", "protofed.cli.bench")
 MARKS = {"done": "green", "failed": "red", "running": "cyan", "waiting": "dim"}
 LABELS = {"sampled": "1+99", "full": "full"}
 COLUMNS = (("sampled", "all"), ("sampled", "novel"), ("full", "all"), ("full", "novel"))
@@ -62,6 +59,7 @@ def bench(
     """
     from protofed.experiments import bench as benches
     from protofed.experiments import grid as grids
+    from protofed.experiments import pool
     from protofed.experiments.tidy import write_tables
     from protofed.files import make_folder
 
@@ -80,12 +78,12 @@ def bench(
     if dry_run:
         print_plan(cells, board, out, as_json)
         return
-    cluster = benches.ray_tasks(WORKER) if ray else None
+    cluster = pool.ray_tasks(WORKER) if ray else None
     name = f"bench-{part[0]}-of-{part[1]}" if shard else "bench"
     with benches.held(out, name), stoppable(out):
         make_folder(cache)  # one that cannot be written is told now, not by every cell
         write_tables(out)
-        start = cluster or benches.processes(WORKER)
+        start = cluster or pool.processes(WORKER)
         job_of = partial(job, out=out, root=root, cache=cache, device=device)
         with shown(cells, board, jobs) as tell:
             board = benches.run_cells(cells, board, out, start, job_of, jobs, tell)
@@ -336,36 +334,3 @@ def shown_spread(found: object) -> str:
     if not isinstance(found, dict) or found["mean"] is None:
         return "–"
     return f"{found['mean']:.3f}" + (f"±{found['std']:.3f}" if found["std"] is not None else "")
-
-
-def work(text: str) -> None:
-    """The worker: one cell, as `protofed run` would do it."""
-    from protofed.experiments.bench import PATIENCE, Job
-    from protofed.experiments.run import Experiment, pick_device
-
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # half-written files are cleared
-    threading.Thread(target=end_with_the_bench, daemon=True).start()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    told = Job(**json.loads(text))
-    try:
-        config = from_toml(told.config)
-        log = load(config, Path(told.root))
-        experiment = Experiment(config, log, Path(told.cache), pick_device(told.device), told.command)
-        experiment.run(Path(told.folder), patience=PATIENCE)  # a worker of a bench that was killed may be in it still
-    except (ProtoFedError, OSError) as problem:
-        traceback.print_exc()
-        print(f"error: {in_one_line(problem)}", file=sys.stderr)
-        sys.exit(2)
-
-
-def end_with_the_bench() -> None:
-    """Wait until standard input closes, which it does when the bench is gone, and end this process."""
-    while os.read(0, 1024):  # not sys.stdin: its lock would be held at the interpreter's end
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(10)
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    work(sys.argv[1])

@@ -85,20 +85,17 @@ def chosen_format(out: Path | None, kind: str | None) -> str:
 
 def write_page(runs: Path, out: Path, files: Sequence[Path] = (), tuned: Sequence[Path] = ()) -> dict[str, Any]:
     """The HTML page at `out`, with what is missing of the grids in `files`; its numbers."""
-    from protofed.experiments.unpack import readable
     from protofed.report.page import build, check_target, write
 
     check_target(out)
     wanted = wanted_cells(files, tuned) if files else ()
-    with readable(runs) as folder:
-        page, numbers = build(folder, wanted)
+    page, numbers = build(runs, wanted)
     write(page, out)
     return numbers
 
 
 def write_tables(runs: Path, out: Path, kind: str) -> dict[str, Any]:
     """The tables at `out` as text of that kind; their numbers."""
-    from protofed.experiments.unpack import readable
     from protofed.files import make_folder, write_text
     from protofed.report.cautions import cautions
     from protofed.report.export import FORMATS
@@ -111,11 +108,10 @@ def write_tables(runs: Path, out: Path, kind: str) -> dict[str, Any]:
         what = "is a folder; give a file" if out.is_dir() else f"lies in {out.parent}, which is no folder"
         raise ConfigError(f"--out {out} {what}")
     make_folder(out.parent)
-    with readable(runs) as folder:
-        finished, unfinished = find_runs(folder)
-        results = [compute(section) for section in group(finished)]
-        warned = cautions(results, unfinished)
-        write_text(out, FORMATS[kind](results, warned))
+    finished, unfinished = find_runs(runs)
+    results = [compute(section) for section in group(finished)]
+    warned = cautions(results, unfinished)
+    write_text(out, FORMATS[kind](results, warned))
     return summary(results, warned, unfinished)
 
 
@@ -131,12 +127,10 @@ def wanted_cells(files: Sequence[Path], tuned: Sequence[Path]) -> "tuple[Cell, .
 
 def check_grids(runs: Path, files: Sequence[Path], tuned: Sequence[Path], as_json: bool) -> None:
     """One line if every cell is finished; else each that is not, how far each data set is, and exit code 1."""
-    from protofed.experiments.unpack import readable
     from protofed.report.coverage import covered
 
     wanted = wanted_cells(files, tuned)
-    with readable(runs, users=False) as folder:
-        found = covered(wanted, folder)
+    found = covered(wanted, runs)
     if as_json:
         typer.echo(json.dumps(coverage_summary(found), indent=2, ensure_ascii=False))
     else:

@@ -3,11 +3,10 @@
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -33,6 +32,18 @@ class Asked:
 
     method: str
     trial: int
+    flags: Mapping[str, object]
+    settings: Sequence[str]
+    slices: int
+    trials: int
+    root: str
+    out: str
+    cache: str
+    device: str
+    command: str
+
+    def __str__(self) -> str:
+        return f"trial {self.trial} of {self.method}"
 
 
 def tune(
@@ -71,8 +82,8 @@ def tune(
         raise ConfigError(f"--jobs must be at least 1, got {jobs}")
     flags: dict[str, object] = {"preset": preset_name, "variant": variant, "clients": clients}
     flags = {"dataset": dataset, "seed": seed, **{key: value for key, value in flags.items() if value is not None}}
-    plan = partial(planned, flags, settings or [], list(dict.fromkeys(method)), root, slices, trials)
-    searches, earlier = plan(), tried(known) if known is not None else {}
+    searches = planned(flags, settings or [], list(dict.fromkeys(method)), root, slices, trials)
+    earlier = tried(known) if known is not None else {}
     asked = {**flags, "trials": trials, "slices": slices, "set": dict(map(parse_override, settings or []))}
     claim_folder(out, asked | {"events": searches[0].fingerprint})
     make_folder(cache)
@@ -85,7 +96,9 @@ def tune(
         for search in searches:
             run_all(search, out, cache, where, console, command)
     else:
-        run_side_by_side(searches, partial(able_to_try, plan, out, cache, where, command), out, console, jobs)
+        places = {"root": str(root), "out": str(out), "cache": str(cache), "device": device, "command": command}
+        told = {"flags": flags, "settings": settings or [], "slices": slices, "trials": trials, **places}
+        run_side_by_side(searches, told, out, console, jobs)
     found = {search.config.method: write_best(search, out) for search in searches}
     outcomes = [outcome for outcome in write_tables(out) if outcome.method in found]
     print(json.dumps(summary(found, outcomes), indent=2)) if as_json else print_table(found, outcomes, out, root)
@@ -122,39 +135,26 @@ def run_all(search: "Tuning", out: Path, cache: Path, device: "torch.device", co
 
 
 def run_side_by_side(
-    searches: "Sequence[Tuning]",
-    teach: "Callable[[], Callable[[Asked], Outcome]]",
-    out: Path,
-    console: Console,
-    jobs: int,
+    searches: "Sequence[Tuning]", told: Mapping[str, Any], out: Path, console: Console, jobs: int
 ) -> None:
     """The same trials on worker processes; they do not depend on each other, so neither does what comes of them."""
-    from protofed.experiments.workers import side_by_side
+    from protofed.cli.worker import WORKER
+    from protofed.experiments.pool import processes, side_by_side
+    from protofed.experiments.tuning import known_outcome
 
     by_method = {search.config.method: search for search in searches}
     for search in searches:
         say_if_nothing(search, console)
-    asked = [Asked(name, trial.number) for name, search in by_method.items() for trial in search.trials]
-    for what, outcome in side_by_side(asked, teach, jobs, one_first=True):
-        noted(by_method[what.method], outcome, out, console)
+    asked = [Asked(name, trial.number, **told) for name, search in by_method.items() for trial in search.trials]
 
+    def outcome_of(one: Asked) -> "Outcome | None":
+        search = by_method[one.method]
+        return known_outcome(search, search.trials[one.trial], out)
 
-def able_to_try(
-    plan: "Callable[[], list[Tuning]]", out: Path, cache: Path, device: "torch.device", command: str
-) -> "Callable[[Asked], Outcome]":
-    """What a worker learns once: the log and every search on it."""
-    import torch
-
-    from protofed.experiments.tuning import run_trial
-
-    torch.set_num_threads(1)
-    searches = {search.config.method: search for search in plan()}
-
-    def outcome_of(asked: Asked) -> "Outcome":
-        search = searches[asked.method]
-        return run_trial(search, search.trials[asked.trial], out, cache, device, command=command)
-
-    return outcome_of
+    for one in side_by_side([one for one in asked if outcome_of(one) is None], processes(WORKER), jobs):
+        outcome = outcome_of(one)
+        assert outcome is not None
+        noted(by_method[one.method], outcome, out, console)
 
 
 def say_if_nothing(search: "Tuning", console: Console) -> None:

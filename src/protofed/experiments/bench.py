@@ -1,31 +1,27 @@
 """The cells of a grid on worker processes: finished ones are kept, killed ones continued, failed ones written down."""
 
 import contextlib
-import importlib
 import json
 import math
 import os
-import signal
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol, runtime_checkable
+from typing import Literal
 
 from protofed.config import to_toml
-from protofed.errors import MissingExtra, RunFolderError
+from protofed.errors import RunFolderError
 from protofed.evaluation.forgetting import accuracy
 from protofed.experiments.folder import RunFolder, read_config_text, refuse_other_config
 from protofed.experiments.grid import Cell
-from protofed.experiments.summary import matrix
-from protofed.experiments.tidy import WAIT, read_table, seconds, write_tables
-from protofed.files import locked, make_folder, remove_unfinished, write_text
+from protofed.experiments.matrices import main_values
+from protofed.experiments.pool import PAUSE, Start, Worker, one_line, stop_all
+from protofed.experiments.records import read_table
+from protofed.experiments.tidy import seconds, write_tables
+from protofed.files import WAIT, locked, make_folder, remove_unfinished, write_text
 
 State = Literal["done", "waiting", "running", "failed"]
-PAUSE = 0.1  # seconds between two looks at the workers
-GRACE = 20.0  # seconds a worker has to end after it was asked to
 SPARING = 10.0  # tables that took a second to write are left alone for so many seconds
 PATIENCE = 30.0  # seconds to wait for the workers of a bench that was killed
 
@@ -40,34 +36,6 @@ class Job:
     cache: str
     device: str
     command: str  # the `protofed run` that does the same
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How a worker ended and what it said on stderr."""
-
-    code: int
-    said: str
-
-
-@runtime_checkable
-class Worker(Protocol):
-    """A run under way somewhere."""
-
-    def ended(self) -> Ended | None:
-        """How it ended; None while it runs."""
-        ...
-
-    def stop(self) -> None:
-        """Ask it to end and leave nothing half-written."""
-        ...
-
-    def kill(self) -> None:
-        """End it."""
-        ...
-
-
-Start = Callable[[Job], Worker]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,95 +61,6 @@ class _Running:
     said_before: int  # bytes of log.jsonl that earlier attempts wrote
 
 
-@dataclass(slots=True)
-class Process:
-    """A worker that is a process of this machine. It ends when its standard input does: with whoever started it."""
-
-    process: subprocess.Popen[bytes]
-    stderr: IO[bytes]
-    _ended: Ended | None = None
-
-    def ended(self) -> Ended | None:
-        code = self.process.poll()
-        if self._ended is None and code is not None:
-            self.stderr.seek(0)
-            self._ended = Ended(code, self.stderr.read().decode(errors="replace"))
-            self.stderr.close()
-            assert self.process.stdin is not None
-            self.process.stdin.close()
-        return self._ended
-
-    def stop(self) -> None:
-        self.process.terminate()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.ended()
-
-
-@dataclass(frozen=True, slots=True)
-class RayTask:
-    """A worker that is a task of a Ray cluster."""
-
-    ray: Any
-    task: Any
-
-    def ended(self) -> Ended | None:
-        if not self.ray.wait([self.task], timeout=0)[0]:
-            return None
-        try:
-            code, said = self.ray.get(self.task)
-            return Ended(code, said)
-        except Exception as problem:  # a lost node, a cancelled task: whatever Ray raises is how the worker ended
-            return Ended(1, f"{type(problem).__name__}: {problem}")
-
-    def stop(self) -> None:
-        self.ray.cancel(self.task, force=False)
-
-    def kill(self) -> None:
-        self.ray.cancel(self.task, force=True)
-
-
-def processes(command: Sequence[str]) -> Start:
-    """Workers on this machine."""
-
-    def start(job: Job) -> Process:
-        stderr = tempfile.TemporaryFile()  # noqa: SIM115 (the worker's, closed when it has ended)
-        process = subprocess.Popen(
-            [*command, json.dumps(asdict(job))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            start_new_session=True,  # Ctrl-C is for the bench, which then stops its workers
-        )
-        return Process(process, stderr)
-
-    return start
-
-
-def ray_tasks(command: Sequence[str]) -> Start:
-    """Workers on a Ray cluster whose nodes share the folders of the bench."""
-    try:
-        ray = importlib.import_module("ray")
-    except ModuleNotFoundError as missing:
-        raise MissingExtra("ray", "ray") from missing
-    ray.init(ignore_reinit_error=True, log_to_driver=False)
-    remote = ray.remote(num_cpus=1, max_retries=0)(on_a_node)
-    return lambda job: RayTask(ray, remote.remote(tuple(command), job))
-
-
-def on_a_node(command: Sequence[str], job: Job) -> tuple[int, str]:
-    """Run one job to its end; a cancelled task stops its process."""
-    worker = processes(command)(job)
-    try:
-        while (ended := worker.ended()) is None:
-            time.sleep(PAUSE)
-        return ended.code, ended.said
-    finally:
-        stop_all([worker])
-
-
 def standing(cell: Cell, out: Path) -> Status:
     """Done or waiting; a folder with another run is an error that names it."""
     folder = out / cell.folder
@@ -194,7 +73,7 @@ def standing(cell: Cell, out: Path) -> Status:
 
 
 def _done(folder: Path) -> Status:
-    score = accuracy(matrix(read_table(folder / "metrics.parquet"), "sampled", "all", "ndcg@10"))
+    score = accuracy(main_values(read_table(folder / "metrics.parquet")))
     return Status("done", seconds=sum(seconds(folder).values()), score=score)
 
 
@@ -298,15 +177,6 @@ def look(run: _Running, out: Path, before: Status, newest: int | None) -> Status
     return replace(before, state="failed", seconds=spent, error=one_line(ended))
 
 
-def one_line(ended: Ended) -> str:
-    """Why a worker failed: its error line, else the last line of its traceback, else how it ended."""
-    lines = [line.strip() for line in ended.said.splitlines() if line.strip()]
-    told = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    if ended.code < 0:
-        return f"the worker was ended by {signal.Signals(-ended.code).name}"
-    return (told or lines or [f"the worker ended with code {ended.code} before the run was finished"])[-1]
-
-
 def note_failure(cell: Cell, status: Status, out: Path) -> None:
     """Enter the cell in failed.json, or strike it off."""
     busy = f"another bench has been writing {out / 'failed.json'} for {WAIT:g} s; end it or choose another --out"
@@ -353,19 +223,6 @@ def _forget(traceback: Path) -> None:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
-
-
-def stop_all(workers: Sequence[Worker]) -> None:
-    """Ask every worker to end, wait, and end those that do not."""
-    left = [worker for worker in workers if worker.ended() is None]
-    for worker in left:
-        worker.stop()
-    until = time.monotonic() + GRACE
-    while left and time.monotonic() < until:
-        time.sleep(PAUSE / 2)
-        left = [worker for worker in left if worker.ended() is None]
-    for worker in left:
-        worker.kill()
 
 
 def time_left(cells: Sequence[Cell], board: Board, jobs: int, now: float) -> float:

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -18,7 +18,7 @@ from protofed.methods.search_spaces import space_of
 
 Tuned = Callable[[str, str, str, bool], Mapping[str, object] | None]  # data set, method, variant, whether private
 Settle = Callable[[Mapping[str, object], None, Sequence[str]], RunConfig]  # `protofed run`: flags, no file, its --set
-DEFAULT = "default"
+DEFAULT, ALL = "default", "all"
 AXES = {"dataset": "grid.datasets", "method": "grid.methods", "seed": "grid.seeds"}
 RESERVED = ("failed", "failed.json", "results.csv", "results.parquet", "runs.parquet")  # files of a bench folder
 VARIANT_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
@@ -46,6 +46,7 @@ class Grid:
     variants: tuple[Variant, ...] = ()
     sweep: tuple[tuple[str, tuple[object, ...]], ...] = ()
     plain: tuple[str, ...] = tuple(METHODS)  # methods that have a plain cell
+    logs: Mapping[str, tuple[tuple[str, object], ...]] = field(default_factory=dict)  # what one data set alone is given
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,7 @@ def grid_of(values: Mapping[str, object]) -> Grid:
     """The grid that dotted keys describe, e.g. {"grid.seeds": [0, 1], "settings.training.negatives": 32}."""
     settings, rest = _taken(values, "settings")
     sweep, rest = _taken(rest, "sweep")
+    logs, rest = _taken(rest, "log")
     file = override(_File(), rest)
     return Grid(
         datasets=_names("grid.datasets", file.grid.datasets),
@@ -126,6 +128,7 @@ def grid_of(values: Mapping[str, object]) -> Grid:
         variants=tuple(_variant(entry) for entry in _list("variant", file.variant)),
         sweep=_sweep("sweep", sweep),
         plain=_methods("grid.plain", file.grid.plain),
+        logs=_by_log(logs),
     )
 
 
@@ -256,7 +259,7 @@ def _expanded(grid: Grid, settle: Settle, tuned: Tuned) -> Iterator[Cell]:
             sweep = dict(grid.sweep) | dict(variant.sweep)
             for swept in itertools.product(*sweep.values()):
                 chosen = dict(zip(sweep, swept, strict=True))
-                asked = dict(grid.settings) | dict(variant.settings) | chosen
+                asked = dict(grid.settings) | dict(grid.logs.get(dataset, ())) | dict(variant.settings) | chosen
                 best = tuned(dataset, method, _variant_of(method, asked), asked.get("privacy.wrap") is True)
                 settings = {**(best or {}), **asked}
                 for seed in grid.seeds:
@@ -337,6 +340,15 @@ def _dotted(where: str, table: object, prefix: str = "") -> dict[str, object]:
     return flat
 
 
+def _by_log(values: Mapping[str, object]) -> dict[str, tuple[tuple[str, object], ...]]:
+    """The settings of each data set, from keys such as hm.stream.n_slices."""
+    tables: dict[str, dict[str, object]] = {}
+    for key, value in values.items():
+        log, _, setting = key.partition(".")
+        tables.setdefault(log, {})[setting] = value
+    return {log: _settings(f"log.{log}", table) for log, table in tables.items()}
+
+
 def _settings(where: str, values: Mapping[str, object]) -> tuple[tuple[str, object], ...]:
     for key, value in values.items():
         if key in AXES:
@@ -369,10 +381,13 @@ def _names(where: str, value: object) -> tuple[str, ...]:
 
 
 def _methods(where: str, value: object) -> tuple[str, ...]:
+    """The methods of a list: `all` stands for those of the catalogue, and a name after a minus is left out."""
     names = _names(where, value)
-    for name in names:
+    named = [name for name in names if not name.startswith("-")]
+    chosen = dict.fromkeys(itertools.chain.from_iterable(METHODS if name == ALL else [name] for name in named))
+    for name in (*chosen, *(name.removeprefix("-") for name in names if name.startswith("-"))):
         method_named(name)
-    return names
+    return tuple(name for name in chosen if f"-{name}" not in names)
 
 
 def _seeds(value: object) -> tuple[int, ...]:

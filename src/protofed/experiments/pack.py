@@ -1,11 +1,8 @@
-"""Many finished runs as a few small files: what a report reads of each, and the rank of every test query.
+"""Finished runs added to a store, whose files are each whole at any time."""
 
-A pack outlives the run folders it was made from: packing more runs adds to it, and a run of the same config replaces.
-"""
-
-import os
+import hashlib
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -18,40 +15,47 @@ import pyarrow.parquet as pq
 from protofed.config import as_today
 from protofed.errors import RunFolderError
 from protofed.evaluation.ranking import METRICS
-from protofed.experiments.evaluate import CANDIDATES, METRICS_SCHEMA, RANKS_SCHEMA
-from protofed.experiments.packed import (
+from protofed.experiments.evaluate import CANDIDATES, RANKS_SCHEMA
+from protofed.experiments.rank_code import encoded, unlikeness
+from protofed.experiments.records import (
     DRIFT,
-    QUERIES,
-    REPORTED,
-    RUNS,
-    RUNS_SCHEMA,
+    RANKS,
     TEXTS,
-    by_index,
-    encoded,
-    index_name,
-    joined,
-    numbered,
-    read_packed,
-    write_packed,
+    Record,
+    name_below,
+    read_folder,
+    read_table,
+    read_text,
+    run_folders,
 )
-from protofed.experiments.run import TIMING_SCHEMA
-from protofed.experiments.tidy import WAIT, read_table
-from protofed.files import locked, make_folder, remove_unfinished
+from protofed.experiments.store import (
+    FORMAT,
+    KEPT,
+    QUERIES,
+    RUNS,
+    SCHEMA,
+    SUMS,
+    Held,
+    by_stream,
+    place_of,
+    queries_at,
+    read_file,
+    read_held,
+)
+from protofed.files import WAIT, locked, make_folder, remove_unfinished, written_atomically
 from protofed.progress import Progress, silent
-
-OFF_DIAGONAL = ("sampled/all", "sampled/novel", "full/all", "full/novel")  # whose ndcg@10 is kept for s ≠ t too
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What a call did to a pack."""
+    """What a call did to a store."""
 
     runs: int  # put in by this call
     without_ranks: int  # of those
-    repeated: int  # left out because an earlier folder holds the same config, or the pack does and with ranks
+    repeated: int  # left out because an earlier folder holds the same config, or the store does and with ranks
     unfinished: int  # left out because the run is not over
-    held: int  # runs in the pack now
-    n_bytes: int  # of the pack now
+    held: int  # runs in the store now
+    n_bytes: int  # of the store now
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ class Source:
 
     @property
     def dataset(self) -> str:
-        where = self.path / "config.toml"
+        where = self.path / TEXTS["config"]
         try:
             found = tomllib.loads(self.config).get("dataset")
         except tomllib.TOMLDecodeError as problem:
@@ -75,69 +79,76 @@ class Source:
 
     @property
     def has_ranks(self) -> bool:
-        return (self.path / "ranks.parquet").is_file()
+        return (self.path / RANKS).is_file()
 
 
 def pack(root: Path, out: Path, progress: Progress = silent) -> Packed:
-    """Every finished run at or below `root` added to the pack at `out`."""
-    found, unfinished = sources(root)
+    """Every finished run at or below `root` added to the store at `out`."""
+    done, unfinished = run_folders(root)
+    if not done:
+        raise RunFolderError(f"{root} holds no finished run (a folder with config.toml and metrics.parquet)")
     if out.exists() and not out.is_dir():
         raise RunFolderError(f"a pack is a folder, but {out} is a file")
+    store, below = place_of(out)
     if out.resolve() == root.resolve():
         raise RunFolderError(f"the pack cannot lie at {root}, where its runs are; choose another folder")
     by_dataset: dict[str, list[Source]] = {}
-    for source in found:
+    for folder in done:
+        source = Source(folder, below + name_below(folder, root), read_text(folder / TEXTS["config"]))
         by_dataset.setdefault(source.dataset, []).append(source)
     added: list[Source] = []
-    make_folder(out)
+    make_folder(store)
     busy = f"another process has been packing into {out} for {WAIT:g} s; wait for it or choose another folder"
-    with locked(out / ".lock", busy, patience=WAIT):
-        remove_unfinished(out)
-        for done, (dataset, own) in enumerate(sorted(by_dataset.items())):
-            added += add(out, dataset, own)
-            progress("pack", done + 1, len(by_dataset), dataset)
-        files = [path for path in out.iterdir() if path.name.endswith((RUNS, QUERIES))]
+    with locked(store / ".lock", busy, patience=WAIT):
+        remove_unfinished(store)
+        for number, (dataset, own) in enumerate(sorted(by_dataset.items())):
+            added += add(store / f"{quote(dataset, safe='')}{RUNS}", own, below)
+            progress("pack", number + 1, len(by_dataset), dataset)
+        files = [path for path in store.iterdir() if path.name.endswith((RUNS, QUERIES))]
         held = sum(pq.read_metadata(path).num_rows for path in files if path.name.endswith(RUNS))
     without = sum(not source.has_ranks for source in added)
     n_bytes = sum(path.stat().st_size for path in files)
-    return Packed(len(added), without, len(found) - len(added), unfinished, held, n_bytes)
+    return Packed(len(added), without, len(done) - len(added), len(unfinished), held, n_bytes)
 
 
-def sources(root: Path) -> tuple[list[Source], int]:
-    """The finished runs at or below a folder, ordered by folder, and how many others are not finished."""
-    if not root.is_dir():
-        raise RunFolderError(f"no folder at {root}; give the folder that `protofed run --out` wrote to")
-    folders = sorted(Path(where) for where, _, files in os.walk(root) if "config.toml" in files)
-    done = [folder for folder in folders if (folder / "metrics.parquet").is_file()]
-    if not done:
-        raise RunFolderError(f"{root} holds no finished run (a folder with config.toml and metrics.parquet)")
-    found = [Source(folder, _name(folder, root), _text(folder / "config.toml") or "") for folder in done]
-    return found, len(folders) - len(done)
-
-
-def add(out: Path, dataset: str, own: Sequence[Source]) -> list[Source]:
-    """The runs of one data set put into its two files; those of them that are in it now."""
-    runs_at, queries_at = (out / f"{quote(dataset, safe='')}{ending}" for ending in (RUNS, QUERIES))
-    held = read_packed(runs_at) if runs_at.is_file() else RUNS_SCHEMA.empty_table()
-    indices = by_index(read_packed(queries_at)) if queries_at.is_file() else {}
-    configs = [as_today(text) for text in held["config"].to_pylist()]
-    ranked = {config for config, blob in zip(configs, held["queries"].to_pylist(), strict=True) if blob is not None}
-    chosen = choose(own, ranked)
-    rows = [held.filter(pa.array([config not in chosen for config in configs], pa.bool_()))]
+def add(path: Path, own: Sequence[Source], below: str = "") -> list[Source]:
+    """The runs of one data set put into its file, their queries beside it; those of them that are in it now."""
+    held = read_held(path) if path.is_file() else []
+    streams = by_stream(read_file(queries_at(path))) if queries_at(path).is_file() else {}
+    here = {as_today(run.texts["config"]): run for run in held if run.folder.startswith(below)}
+    chosen = choose(own, {config for config, run in here.items() if run.ranks is not None})
+    replaced = [here[config] for config in chosen if config in here]
+    runs = [run for run in held if not any(run is old for old in replaced)]
     for source in chosen.values():
-        row, ranks = packed_run(source)
-        rows.append(row)
-        name = row["queries"][0].as_py()
-        if ranks is not None and DRIFT not in indices.get(name, ranks).column_names:
-            indices[name] = queries_of(source, ranks)
-    runs = pa.concat_tables(rows).sort_by([("folder", "ascending"), ("config", "ascending")])
-    needed = set(runs["queries"].drop_null().to_pylist())
-    if indices:
-        write_packed(queries_at, joined(indices))  # before the runs that need it, with all that the old ones need
-    write_packed(runs_at, runs)
-    if needed and needed < set(indices):
-        write_packed(queries_at, joined({name: indices[name] for name in needed}))
+        run, queries = hold(source)
+        runs.append(run)
+        known = streams.get(run.queries or "")
+        if queries is not None and run.queries and (known is None or DRIFT not in known.column_names):
+            streams[run.queries] = queries
+    write(path, runs, streams)
     return list(chosen.values())
+
+
+def write(path: Path, runs: Sequence[Held], streams: Mapping[str, pa.Table]) -> None:
+    """The runs of a data set and the queries that they need; these lie there before the runs that need them."""
+    runs = sorted(runs, key=lambda run: run.key)
+    needed = {name: streams[name] for name in {run.queries for run in runs if run.queries}}
+    if streams:
+        write_file(queries_at(path), joined(streams))
+    table = pa.table(
+        {
+            "folder": [run.folder for run in runs],
+            **{text: [run.texts.get(text) for run in runs] for text in TEXTS},
+            "seconds": [list(run.seconds.items()) for run in runs],
+            "metrics": [run.metrics.to_pylist() for run in runs],
+            "queries": [run.queries for run in runs],
+            **dict(zip(("like", "ranks"), zip(*coded(runs, needed), strict=True), strict=True)),
+        },
+        schema=SCHEMA,
+    )
+    write_file(path, table)
+    if needed and len(needed) < len(streams):
+        write_file(queries_at(path), joined(needed))
 
 
 def choose(own: Sequence[Source], ranked: set[str]) -> dict[str, Source]:
@@ -150,75 +161,91 @@ def choose(own: Sequence[Source], ranked: set[str]) -> dict[str, Source]:
     return chosen
 
 
-def packed_run(source: Source) -> tuple[pa.Table, pa.Table | None]:
-    """A run's row, and the ranks in it where it kept them."""
-    timing_at, ranks_at = source.path / "timing.parquet", source.path / "ranks.parquet"
-    timing = read_table(timing_at, TIMING_SCHEMA) if timing_at.is_file() else TIMING_SCHEMA.empty_table()
-    metrics = reported(read_table(source.path / "metrics.parquet", METRICS_SCHEMA), with_ranks=source.has_ranks)
-    ranks = read_table(ranks_at, RANKS_SCHEMA) if source.has_ranks else None
-    columns = [
-        pa.array([source.name], pa.string()),
-        pa.array([source.config], pa.string()),
-        *(pa.array([_text(source.path / file)], pa.string()) for file in TEXTS.values()),
-        _as_list(timing).cast(RUNS_SCHEMA.field("timing").type),
-        _as_list(metrics).cast(RUNS_SCHEMA.field("metrics").type),
-        pa.array([None if ranks is None else index_name(numbered(ranks))], pa.string()),
-        pa.array([None if ranks is None else encoded(*_columns(ranks))], pa.binary()),
-    ]
-    return pa.table(columns, schema=RUNS_SCHEMA), ranks
-
-
-def queries_of(source: Source, ranks: pa.Table) -> pa.Table:
-    """The queries that a run answered, with the drift of their users where the run says it."""
-    queries, users_at = numbered(ranks), source.path / "per_user.parquet"
-    if not users_at.is_file() or DRIFT not in pq.read_schema(users_at).names:
-        return queries
-    return queries.append_column(DRIFT, query_drift(ranks, read_table(users_at)))
-
-
-def query_drift(ranks: pa.Table, users: pa.Table) -> pa.Array:
-    """The drift of each query's user in its slice; null where it is not known."""
-    at_test = pc.equal(users["slice_trained"], users["slice_tested"])
-    whole = pc.and_(pc.equal(users["candidates"], "sampled"), pc.equal(users["subset"], "all"))
-    rows = users.filter(pc.and_(at_test, whole)).select(["user", "slice_tested", DRIFT]).to_pydict()
-    known = dict(zip(zip(rows["user"], rows["slice_tested"], strict=True), rows[DRIFT], strict=True))
-    asked = zip(ranks["user"].to_pylist(), ranks["slice"].to_pylist(), strict=True)
-    return pa.array([known.get(key) for key in asked], pa.float64())
+def hold(source: Source) -> tuple[Held, pa.Table | None]:
+    """A run folder as a store holds it, and the queries that it answered where it kept its ranks."""
+    found = read_folder(source.path, source.name)
+    metrics = reported(found.metrics, with_ranks=source.has_ranks)
+    if not source.has_ranks:
+        return Held(source.name, found.texts, found.seconds, metrics, None, None), None
+    told = read_table(source.path / RANKS, RANKS_SCHEMA.names)
+    ranks = np.stack([told[kind].to_numpy() for kind in CANDIDATES])
+    held = Held(source.name, found.texts, found.seconds, metrics, stream_name(numbered(told)), ranks)
+    return held, queries_of(told, found)
 
 
 def reported(metrics: pa.Table, *, with_ranks: bool) -> pa.Table:
-    """The rows of test parts that a report reads; with the ranks at hand, less those of A[t, t] that follow from them.
+    """The rows that a report reads; with the ranks at hand, less those that follow from them.
 
-    A metric of A[t, t] that no rank tells is always kept.
+    Off the diagonal that is what forgetting is computed from; a metric of A[t, t] that no rank tells is always kept.
     """
-    metric, pairs = metrics["metric"], pc.binary_join_element_wise(metrics["candidates"], metrics["subset"], "/")
-    dropped = [name for name in METRICS if with_ranks or name not in REPORTED]
+    metric = metrics["metric"]
+    dropped = [name for name in METRICS if with_ranks or name not in SUMS]
     on = pc.invert(pc.is_in(metric, value_set=pa.array(dropped)))
-    off = pc.and_(pc.is_in(pairs, value_set=pa.array(OFF_DIAGONAL)), pc.equal(metric, "ndcg@10"))
+    off = pc.and_(pc.equal(metrics["candidates"], "sampled"), pc.equal(metrics["subset"], "all"))
     diagonal = pc.equal(metrics["slice_tested"], metrics["slice_trained"])
-    return metrics.filter(pc.and_(pc.equal(metrics["split"], "test"), pc.if_else(diagonal, on, off))).drop_columns(
-        "split"
-    )
+    chosen = pc.if_else(diagonal, on, pc.and_(off, pc.equal(metric, "ndcg@10")))
+    return metrics.filter(chosen).select(KEPT.names).cast(KEPT)
 
 
-def _columns(ranks: pa.Table) -> tuple[np.ndarray, np.ndarray]:
-    return np.stack([ranks[kind].to_numpy() for kind in CANDIDATES]), ranks["repeat"].to_numpy()
+def queries_of(ranks: pa.Table, run: Record) -> pa.Table:
+    """The queries that a run answered, with the drift of their users where the run says it."""
+    users = None if run.users is None else run.users()
+    queries = numbered(ranks)
+    if users is None or DRIFT not in users.column_names:
+        return queries
+    whole = users.filter(pc.and_(pc.equal(users["candidates"], "sampled"), pc.equal(users["subset"], "all")))
+    rows = whole.select(["user", "slice_tested", DRIFT]).to_pydict()
+    known = dict(zip(zip(rows["user"], rows["slice_tested"], strict=True), rows[DRIFT], strict=True))
+    asked = zip(ranks["user"].to_pylist(), ranks["slice"].to_pylist(), strict=True)
+    return queries.append_column(DRIFT, pa.array([known.get(key) for key in asked], pa.float64()))
 
 
-def _as_list(table: pa.Table) -> pa.ListArray:
-    """All rows of a table as one value."""
-    columns = [column.combine_chunks() for column in table.columns]
-    rows = pa.StructArray.from_arrays(columns, fields=list(table.schema))
-    return pa.ListArray.from_arrays(pa.array([0, len(table)], pa.int32()), rows)
+def numbered(ranks: pa.Table) -> pa.Table:
+    """The queries behind a table of ranks: slice, user, subsets; users are numbers, in the order of their ids.
+
+    So a draw of users by their sorted names, as a report makes it, draws the same ones from numbers.
+    """
+    users = ranks["user"].combine_chunks()
+    numbers = pc.index_in(users, value_set=pc.unique(users).sort())
+    return ranks.drop_columns(list(CANDIDATES)).set_column(1, "user", numbers).combine_chunks()
 
 
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_bytes().decode() if path.is_file() else None
-    except (OSError, UnicodeDecodeError) as problem:
-        raise RunFolderError(f"{path} cannot be read as UTF-8 text ({problem})") from problem
+def stream_name(queries: pa.Table) -> str:
+    """What the queries of a stream are called: a hash of them."""
+    digest = hashlib.sha256()
+    for name, column in zip(queries.column_names, queries.columns, strict=True):
+        digest.update(name.encode() + b"\0" + np.ascontiguousarray(column.to_numpy()).tobytes())
+    return digest.hexdigest()[:12]
 
 
-def _name(folder: Path, root: Path) -> str:
-    below = folder.relative_to(root).as_posix()
-    return root.resolve().name if below == "." else below
+def coded(runs: Sequence[Held], streams: Mapping[str, pa.Table]) -> Iterator[tuple[list[int], bytes | None]]:
+    """For each run the places of two earlier ones that it resembles most, and its ranks coded beside theirs."""
+    for place, run in enumerate(runs):
+        if run.ranks is None or run.queries is None:
+            yield [], None
+            continue
+        before = {other: runs[other].ranks for other in range(place) if runs[other].queries == run.queries}
+        others = {other: ranks for other, ranks in before.items() if ranks is not None}
+        unlike = {other: unlikeness(run.ranks, ranks) for other, ranks in others.items()}
+        like = sorted(others, key=lambda other: (unlike[other], other))[:2]
+        repeat = streams[run.queries]["repeat"].to_numpy()
+        yield like, encoded(run.ranks, repeat, [others[other] for other in like])
+
+
+def joined(streams: Mapping[str, pa.Table]) -> pa.Table:
+    """The queries of all streams in one table; a column that a stream does not have is null there."""
+    parts = sorted(streams.items())
+    tables = [table.add_column(0, "index", pa.array([name] * len(table), pa.string())) for name, table in parts]
+    return pa.concat_tables(tables, promote_options="default")
+
+
+def write_file(path: Path, table: pa.Table) -> None:
+    """A file of a store, whole or not at all."""
+    with written_atomically(path) as unfinished:
+        pq.write_table(
+            table.combine_chunks().replace_schema_metadata(FORMAT),
+            unfinished,
+            compression="zstd",
+            compression_level=19,
+            write_statistics=False,  # they repeat whole configs
+        )

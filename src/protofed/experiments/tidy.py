@@ -1,9 +1,7 @@
 """The tables of a bench folder: every metric of every finished run in one file, one line per run in another."""
 
-import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,12 @@ import pyarrow.parquet as pq
 from protofed.config import RunConfig, read_toml
 from protofed.errors import ConfigError, RunFolderError
 from protofed.experiments.evaluate import METRICS_SCHEMA
-from protofed.files import harmless, locked, written_atomically
+from protofed.experiments.records import log_lines, read_seconds, read_table
+from protofed.files import WAIT, harmless, locked, written_atomically
 from protofed.methods.labels import run_label
 from protofed.privacy.ledger import read_ledger
 
 FOLDERS = "*/*/*/seed-*/metrics.parquet"  # data set / method / variant / seed
-WAIT = 600.0  # seconds; tables of a large grid take minutes
 IDENTITY = [(name, pa.string()) for name in ("dataset", "preset", "method", "variant", "label")] + [
     ("seed", pa.int64())
 ]
@@ -100,7 +98,7 @@ def write_tables(out: Path) -> None:
 
 def results_of(run: Finished) -> pa.Table:
     """The run's metrics with the columns that name it."""
-    metrics = read_table(run.path / "metrics.parquet", METRICS_SCHEMA)
+    metrics = read_table(run.path / "metrics.parquet", METRICS_SCHEMA.names)
     named = [pa.repeat(pa.scalar(run.identity[name], kind), len(metrics)) for name, kind in IDENTITY]
     return pa.table([*named, *metrics.columns], names=RESULTS_SCHEMA.names).cast(RESULTS_SCHEMA)
 
@@ -146,11 +144,9 @@ def released(run: Finished) -> dict[str, object]:
 
 def seconds(folder: Path) -> dict[str, float]:
     """Wall clock by stage."""
-    table = read_table(folder / "timing.parquet")
-    spent: dict[str, float] = {}
-    for stage, value in zip(table["stage"].to_pylist(), table["seconds"].to_pylist(), strict=True):
-        key = f"{stage.replace('-', '_')}_seconds"
-        spent[key] = spent.get(key, 0.0) + value
+    spent = {
+        f"{stage.replace('-', '_')}_seconds": value for stage, value in read_seconds(folder / "timing.parquet").items()
+    }
     return {key: value for key, value in spent.items() if key in RUNS_SCHEMA.names}
 
 
@@ -163,11 +159,8 @@ def _finished(folder: Path) -> Finished:
 
 def _warm_up(log: Path) -> dict[str, object]:
     """How the backbone was trained; a resumed run says it again, the last word counts."""
-    told: Mapping[str, Any] = {}
-    for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else ():
-        with contextlib.suppress(json.JSONDecodeError):  # a line that a kill cut off
-            record = json.loads(line)
-            told = record if isinstance(record, dict) and record.get("stage") == "warm-up" else told
+    lines = log_lines(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else ()
+    told = ([line for line in lines if line.get("stage") == "warm-up"] or [{}])[-1]
     return {"warm_up_epochs": told.get("epochs"), "warm_up_steps_per_epoch": told.get("steps_per_epoch")}
 
 
@@ -177,13 +170,3 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as problem:
         raise RunFolderError(f"{path} cannot be read ({problem}); delete its folder and run again") from problem
     return found if isinstance(found, dict) else {}
-
-
-def read_table(path: Path, schema: pa.Schema | None = None) -> pa.Table:
-    """A run's table; a damaged one is an error that names it."""
-    try:
-        table = pq.read_table(path)
-        return table.select(schema.names) if schema else table
-    except (pa.ArrowException, OSError, KeyError) as problem:
-        reason = str(problem).splitlines()[0]
-        raise RunFolderError(f"{path} cannot be read ({reason}); delete its folder and run again") from problem

@@ -30,8 +30,8 @@ from protofed.data.interactions import InteractionLog, select
 from protofed.errors import ConfigError, DataError, MachineError, ProtoFedError, RunFolderError
 from protofed.evaluation.forgetting import accuracy
 from protofed.experiments.folder import RunFolder, load_checkpoint
+from protofed.experiments.matrices import main_values
 from protofed.experiments.run import Experiment
-from protofed.experiments.summary import matrix
 from protofed.federation.plan import Stream, plan_releases
 from protofed.files import CHECKSUM, harmless, make_folder, write_text, written_atomically
 from protofed.methods.catalogue import configured, private_by_itself
@@ -247,7 +247,7 @@ def judged(outcome: Outcome, run: RunFolder) -> Outcome:
 
 def objective(run: RunFolder) -> float:
     """Mean over pseudo-slices t of A[t, t]: NDCG@10 of the test part, sampled candidates, all events."""
-    return accuracy(matrix(run.table("metrics"), "sampled", "all", "ndcg@10"))
+    return accuracy(main_values(run.table("metrics")))
 
 
 def pseudo_config(search: Tuning, config: RunConfig) -> RunConfig:

@@ -129,8 +129,13 @@ def read_ledger(path: Path) -> tuple[Ledger, Trust]:
     """The releases in a file and the trust model they were made under."""
     if not path.is_file():
         raise DataError(f"no ledger at {path}; a run writes ledger.json in its folder")
+    return parse_ledger(path.read_bytes(), path)
+
+
+def parse_ledger(text: str | bytes, path: Path) -> tuple[Ledger, Trust]:
+    """The releases in a text that was read from `path`."""
     try:
-        return from_json(path.read_text(encoding="utf-8"))
+        return from_json(text if isinstance(text, str) else text.decode())
     except (ValueError, TypeError, KeyError, ConfigError) as problem:
         raise DataError(f"{path} is not a ledger of format {FORMAT}: {problem}") from problem
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from protofed.evaluation.significance import Difference, bootstrap_difference, mean_and_std
+from protofed.experiments.matrices import Measure
 from protofed.methods.names import OURS
 from protofed.report.intervals import per_user
 from protofed.report.layout import Cell, Column, Line, Missing, Part, Table, interval, number
-from protofed.report.runs import Measure, Run
+from protofed.report.runs import Run
 from protofed.report.sections import Row, Section
 from protofed.report.tables import continual, mean_over_slices
 from protofed.report.variants import Ablation, ablations

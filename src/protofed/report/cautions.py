@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from protofed.evaluation.ranking import LEAST_NDCG_PER_HIT, PILED_UP, check_ndcg_hr_ratio
+from protofed.experiments.records import Unfinished
 from protofed.report.layout import MOST_NAMED, some
-from protofed.report.runs import Run, Unfinished
+from protofed.report.runs import Run
 from protofed.report.sections import Section
 from protofed.report.tables import HEADLINE, MAIN, Results, key_of
 

@@ -1,17 +1,18 @@
 """Which cells of a grid are finished: compared by config, wherever their folders are."""
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from protofed.config import as_today, flatten, from_values, to_toml
-from protofed.errors import ConfigError, ProtoFedError
+from protofed.errors import ConfigError
 from protofed.experiments.grid import Cell
+from protofed.experiments.records import Unfinished
+from protofed.experiments.store import find_configs
 from protofed.report.layout import Cell as Shown
 from protofed.report.layout import Column, Line, Table
-from protofed.report.runs import Run, Unfinished
+from protofed.report.runs import Run
 
 State = Literal["done", "unfinished", "missing", "untuned"]
 Share = tuple[int, int]  # done, wanted
@@ -51,16 +52,8 @@ def coverage(grid: Sequence[Cell], runs: Sequence[Run], unfinished: Sequence[Unf
 
 
 def covered(grid: Sequence[Cell], root: Path) -> Coverage:
-    """Where each cell of a grid stands among the run folders at or below `root`; only configs are read."""
-    if not root.is_dir():
-        raise ProtoFedError(f"no folder at {root}; give the folder that `protofed bench --out` wrote to")
-    done: list[str] = []
-    started: list[str] = []
-    for where, _, files in os.walk(root):
-        if "config.toml" in files:
-            text = Path(where, "config.toml").read_text(encoding="utf-8", errors="replace")
-            (done if "metrics.parquet" in files else started).append(text)
-    return _standing(grid, done, started)
+    """Where each cell of a grid stands among the runs at or below `root`; only configs are read."""
+    return _standing(grid, *find_configs(root))
 
 
 def coverage_table(found: Coverage) -> Table:

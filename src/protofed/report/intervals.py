@@ -11,7 +11,7 @@ from protofed.evaluation import significance
 from protofed.evaluation.significance import Interval, PerUser, average_seeds
 from protofed.report.runs import Run
 from protofed.report.sections import Section
-from protofed.report.users import SUM_COLUMN, UserFile
+from protofed.report.users import SUM_COLUMN, Users
 from protofed.seeds import seed_of
 
 
@@ -57,7 +57,7 @@ def per_user(
     return tables, users
 
 
-def users_of(runs: Sequence[Run]) -> tuple[UserFile, ...]:
+def users_of(runs: Sequence[Run]) -> tuple[Users, ...]:
     """What each of a row's runs kept about its users; nothing unless all did."""
     known = tuple(run.users for run in runs if run.users)
     return known if len(known) == len(runs) else ()
@@ -74,7 +74,7 @@ def by_user(table: pa.Table, column: str, users: pa.Array, slices: range) -> np.
     return spread
 
 
-def _from(file: UserFile, candidates: str, subset: str, first_slice: int) -> pa.Table:
+def _from(file: Users, candidates: str, subset: str, first_slice: int) -> pa.Table:
     """The rows of A[t, t] from some slice on."""
     table = file.rows(candidates, subset)
     return table.filter(pc.greater_equal(table["slice_tested"], first_slice))

@@ -1,18 +1,16 @@
 """A run's log.jsonl: what its method told about each slice, costs and validation traces among it."""
 
-import contextlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from protofed.evaluation.adaptation import Trace
+from protofed.experiments.records import log_lines
 
-Record = Mapping[str, Any]
+Told = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,36 +22,31 @@ class WarmUp:
     stopped_early: bool  # by its validation part, not by the cap on epochs
 
 
-def read_journal(path: Path) -> tuple[Record, ...]:
+def read_journal(log: str) -> tuple[Told, ...]:
     """What was told of slices 1..T, by slice; a resumed run repeats a slice, and the last word counts."""
-    told: dict[int, Record] = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        with contextlib.suppress(json.JSONDecodeError):  # a line that a kill cut off
-            record = json.loads(line)
-            if isinstance(record, dict) and record.get("stage") == "learn" and _whole(record.get("slice")):
-                told[record["slice"]] = record
+    told = {
+        line["slice"]: line for line in log_lines(log) if line.get("stage") == "learn" and _whole(line.get("slice"))
+    }
     return tuple(told[index] for index in sorted(told) if index > 0)
 
 
-def read_warm_up(path: Path, most_epochs: int) -> WarmUp | None:
+def read_warm_up(log: str, most_epochs: int) -> WarmUp | None:
     """What was told of the warm-up, of which a run tells the same whenever it resumes; None where nothing was."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
-        with contextlib.suppress(json.JSONDecodeError):
-            record = json.loads(line)
-            if isinstance(record, dict) and record.get("stage") == "warm-up":
-                epochs, steps, trace = (record.get(name) for name in ("epochs", "steps_per_epoch", "validation_ndcg10"))
-                if isinstance(epochs, int) and isinstance(steps, int) and isinstance(trace, list):
-                    return WarmUp(epochs * steps, steps, 1 < len(trace) <= most_epochs)
+    for line in log_lines(log):
+        if line.get("stage") == "warm-up":
+            epochs, steps, trace = (line.get(name) for name in ("epochs", "steps_per_epoch", "validation_ndcg10"))
+            if isinstance(epochs, int) and isinstance(steps, int) and isinstance(trace, list):
+                return WarmUp(epochs * steps, steps, 1 < len(trace) <= most_epochs)
     return None
 
 
-def mean_told(journal: Sequence[Record], name: str) -> float:
+def mean_told(journal: Sequence[Told], name: str) -> float:
     """The mean of a number over the slices that tell it; NaN where none does."""
     values = [float(record[name]) for record in journal if _number(record.get(name))]
     return float(np.mean(values)) if values else math.nan
 
 
-def traces(journal: Sequence[Record], batch_size: int) -> dict[int, Trace]:
+def traces(journal: Sequence[Told], batch_size: int) -> dict[int, Trace]:
     """The validation trace of each slice whose training kept one: a point before the first epoch and after each.
 
     Where clients train too, the trace is that of new item rows alone and says nothing about the method: left out.

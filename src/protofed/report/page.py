@@ -12,6 +12,7 @@ import numpy as np
 from protofed.errors import MissingExtra, ProtoFedError
 from protofed.evaluation.forgetting import af_over_time
 from protofed.experiments.grid import Cell as GridCell
+from protofed.experiments.records import Unfinished
 from protofed.files import make_folder, write_text
 from protofed.report import opening, provenance
 from protofed.report.ablations import ablation_part
@@ -26,7 +27,7 @@ from protofed.report.layout import Drawing, Missing, Part, Table
 from protofed.report.overall import equal_epsilon, headline_with_costs
 from protofed.report.plasticity import adaptation, frontier_part
 from protofed.report.prices import UNPRICED, privacy_table
-from protofed.report.runs import Unfinished, find_runs
+from protofed.report.runs import find_runs
 from protofed.report.sections import Row, Section, group, method_name
 from protofed.report.sensitivity import sensitivity
 from protofed.report.tables import Results, compute, distances, main_matrix, mean_matrix, strata
@@ -68,6 +69,8 @@ def build(runs_folder: Path, wanted: Sequence[GridCell] = ()) -> tuple[str, dict
     results = [compute(section) for section in group(runs)]
     warned = cautions(results, unfinished)
     chapters = [_chapter(found) for found in results]
+    logs = {run.config["dataset"] for run in runs}
+    wanted = [cell for cell in wanted if cell.config.dataset in logs]  # others have a report of their own
     of_grid = coverage(wanted, runs, unfinished) if wanted else None
     return render(chapters, warned, unfinished, of_grid), summary(results, warned, unfinished)
 

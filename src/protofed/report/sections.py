@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from protofed.config import RunConfig, flatten
+from protofed.experiments.records import Unfinished
 from protofed.methods.catalogue import METHODS, has_modes, private_by_itself
 from protofed.methods.labels import method_label
 from protofed.methods.names import OURS
-from protofed.report.runs import Run, Unfinished
+from protofed.report.runs import Run
 
 TRIVIAL = tuple(name for name, entry in METHODS.items() if entry.trivial)
 NOT_SETTINGS = ("seed", "out", "root", "device")  # they may differ between the seeds of one row

@@ -10,10 +10,11 @@ from jaxtyping import Float
 from protofed.evaluation.forgetting import af, bwt, final_accuracy, fwt
 from protofed.evaluation.ranking import uniform_reference
 from protofed.evaluation.significance import Interval, mean_and_std
+from protofed.experiments.matrices import Matrix, Measure
 from protofed.report.intervals import Intervals, bootstrap
 from protofed.report.layout import Cell, Column, Estimate, Line, Table, interval, number, table_of_estimates
 from protofed.report.prices import Price, prices_of
-from protofed.report.runs import Matrix, Measure, Run
+from protofed.report.runs import Run
 from protofed.report.sections import Row, Section
 
 MAIN: Measure = ("sampled", "all", "ndcg@10")

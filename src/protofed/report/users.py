@@ -1,27 +1,23 @@
-"""What a run kept about its users: per_user.parquet, read once whatever the page asks of it."""
+"""What a run knows about its users, read or computed once whatever the page asks of it."""
 
+from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from protofed.report.parquet import read_parquet
+from protofed.experiments.records import DRIFT
 
-FILE = "per_user.parquet"
 SUM_COLUMN = {"ndcg@10": "ndcg10_sum", "hr@10": "hr10_sum"}
-DRIFT = "drift"  # runs of earlier versions have no such column
-WORDS = ("user", "candidates", "subset")
 NOTHING = ("", "")
-KEPT = ["user", "slice_tested", "n", *SUM_COLUMN.values()]
 
 
-class UserFile:
-    """The rows of A[t, t], by (candidates, subset). Read on first use; the file of a finished run never changes."""
+class Users:
+    """The rows of A[t, t], by (candidates, subset), read on first use."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, read: Callable[[], pa.Table]) -> None:
+        self.read = read
 
     def rows(self, candidates: str, subset: str) -> pa.Table:
         """One user and slice a row; `user` is dictionary-encoded."""
@@ -38,7 +34,7 @@ class UserFile:
     @cached_property
     def _parts(self) -> dict[tuple[str, str], pa.Table]:
         """Neighbouring rows after one sort, so that a part is a view of the whole."""
-        whole, names = _diagonal(self.path), []
+        whole, names = self.read(), []
         code = np.zeros(len(whole), dtype=np.int64)
         for word in ("candidates", "subset"):
             column = _only_chunk(whole[word])
@@ -53,13 +49,6 @@ class UserFile:
             for kind, start, end in zip(kinds.tolist(), starts.tolist(), ends, strict=True)
         }
         return parts | {NOTHING: table.slice(0, 0)}
-
-
-def _diagonal(path: Path) -> pa.Table:
-    """The rows of A[t, t], each word once."""
-    found = read_parquet(path, [*KEPT, "slice_trained", "candidates", "subset"], [DRIFT], words=WORDS)
-    found = found.filter(pc.equal(found["slice_trained"], found["slice_tested"]))
-    return found.drop_columns(["slice_trained"]).unify_dictionaries().combine_chunks()
 
 
 def _only_chunk(column: pa.ChunkedArray) -> pa.DictionaryArray:

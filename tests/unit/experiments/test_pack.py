@@ -18,10 +18,11 @@ from protofed.cli.report import report
 from protofed.config import to_toml
 from protofed.errors import RunFolderError
 from protofed.experiments.evaluate import CANDIDATES
-from protofed.experiments.pack import OFF_DIAGONAL, pack, query_drift
-from protofed.experiments.packed import decoded, encoded, index_name, numbered, read_packed, write_packed
+from protofed.experiments.pack import numbered, pack, stream_name, write_file
+from protofed.experiments.rank_code import decoded, encoded
+from protofed.experiments.records import Record, read_folder
 from protofed.experiments.run import Experiment
-from protofed.experiments.unpack import is_pack, readable, unpack
+from protofed.experiments.store import find_records, read_file
 
 SETTINGS = [("popularity", 0), ("popularity", 1), ("frozen", 0)]
 
@@ -53,13 +54,21 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def diagonal(folder: Path, name: str) -> dict[tuple, dict]:
-    """The test rows of A[t, t] that a report reads, by what they are about."""
-    keys = ("user", "slice_tested", "candidates", "subset", "metric")
-    rows = [row for row in pq.read_table(folder / name).to_pylist() if row["slice_trained"] == row["slice_tested"]]
-    rows = [row for row in rows if row.get("split", "test") == "test"]
-    rows = [row for row in rows if row.get("metric", "hr@10") in ("ndcg@10", "hr@10")]
-    return {tuple(row[key] for key in keys if key in row): row for row in rows}
+def records(folder: Path) -> dict[str, Record]:
+    return {record.name: record for record in find_records(folder)[0]}
+
+
+def by_user(record: Record) -> dict[tuple, dict]:
+    """The rows of A[t, t] by user, by what they are about."""
+    rows = record.users().to_pylist()
+    return {tuple(row[key] for key in ("user", "slice_tested", "candidates", "subset")): row for row in rows}
+
+
+def on_diagonal(record: Record) -> dict[tuple, dict]:
+    """The metrics of A[t, t] that a report reads, by what they are about."""
+    rows = [row for row in record.metrics.to_pylist() if row["slice_trained"] == row["slice_tested"]]
+    rows = [row for row in rows if row["metric"] in ("ndcg@10", "hr@10")]
+    return {tuple(row[key] for key in ("slice_tested", "candidates", "subset", "metric")): row for row in rows}
 
 
 @pytest.mark.slow
@@ -85,47 +94,41 @@ def test_the_whole_page_of_a_pack_is_that_of_its_runs(runs, tmp_path):
 
 def test_users_are_rebuilt_exactly_under_names_that_sort_as_their_ids_did(runs, tmp_path):
     pack(runs, tmp_path / "pack")
-    unpack(tmp_path / "pack", tmp_path / "back")
-    for method, seed in SETTINGS:
-        name = f"{method}/seed-{seed}"
-        before, after = (diagonal(folder / name, "per_user.parquet") for folder in (runs, tmp_path / "back"))
+    of_folders, of_pack = (records(folder) for folder in (runs, tmp_path / "pack"))
+    assert list(of_folders) == list(of_pack) == [f"{method}/seed-{seed}" for method, seed in sorted(SETTINGS)]
+    for name in of_folders:
+        before, after = by_user(of_folders[name]), by_user(of_pack[name])
         ids, names = (sorted({key[0] for key in rows}) for rows in (before, after))
         called = dict(zip(ids, names, strict=True))
         assert set(after) == {(called[user], *rest) for user, *rest in before}
         for (user, *rest), row in before.items():
-            found = after[called[user], *rest]
-            assert {key: found[key] for key in found if key != "user"} == {
-                key: row[key] for key in row if key != "user"
-            }
+            assert after[called[user], *rest] | {"user": user} == row
 
 
 def test_metrics_are_rebuilt_on_the_diagonal_and_kept_off_it(runs, tmp_path):
     pack(runs, tmp_path / "pack")
-    unpack(tmp_path / "pack", tmp_path / "back", users=False)
-    assert not list((tmp_path / "back").rglob("per_user.parquet"))
-    before, after = (diagonal(folder / "frozen/seed-0", "metrics.parquet") for folder in (runs, tmp_path / "back"))
+    of_folder, of_pack = (records(folder)["frozen/seed-0"] for folder in (runs, tmp_path / "pack"))
+    before, after = on_diagonal(of_folder), on_diagonal(of_pack)
     assert set(after) == set(before)
     for key, row in before.items():
         assert after[key]["value"] == pytest.approx(row["value"], abs=1e-14)
         assert (after[key]["n_queries"], after[key]["n_users"]) == (row["n_queries"], row["n_users"])
     off = [
         row
-        for row in pq.read_table(runs / "frozen/seed-0/metrics.parquet").to_pylist()
+        for row in of_folder.metrics.to_pylist()
         if row["slice_trained"] != row["slice_tested"]
-        and row["metric"] == "ndcg@10"
-        and f"{row['candidates']}/{row['subset']}" in OFF_DIAGONAL
+        and (row["candidates"], row["subset"], row["metric"]) == ("sampled", "all", "ndcg@10")
     ]
-    found = pq.read_table(tmp_path / "back/frozen/seed-0/metrics.parquet").to_pylist()
-    assert [row for row in found if row["slice_trained"] != row["slice_tested"]] == off
+    assert [row for row in of_pack.metrics.to_pylist() if row["slice_trained"] != row["slice_tested"]] == off
 
 
-def test_the_other_files_come_back_as_they_were(runs, tmp_path):
+def test_the_texts_and_the_seconds_come_back_as_they_were(runs, tmp_path):
     pack(runs, tmp_path / "pack")
-    unpack(tmp_path / "pack", tmp_path / "back")
-    for name in ("config.toml", "environment.json", "ledger.json", "log.jsonl"):
-        assert (tmp_path / "back/frozen/seed-0" / name).read_bytes() == (runs / "frozen/seed-0" / name).read_bytes()
-    timing = [pq.read_table(folder / "frozen/seed-0/timing.parquet") for folder in (runs, tmp_path / "back")]
-    assert timing[0].to_pylist() == timing[1].to_pylist()
+    of_folder, of_pack = (records(folder)["frozen/seed-0"] for folder in (runs, tmp_path / "pack"))
+    assert set(of_pack.texts) == {"config", "environment", "ledger", "log"}
+    assert of_pack.texts == of_folder.texts
+    assert of_pack.seconds == of_folder.seconds
+    assert set(of_pack.seconds) == {"warm-up", "learn", "evaluate"}
 
 
 def test_packs_grow_to_the_same_bytes_in_any_order_and_after_the_runs_are_gone(runs, copied, tmp_path):
@@ -143,14 +146,14 @@ def test_packs_grow_to_the_same_bytes_in_any_order_and_after_the_runs_are_gone(r
 
 def test_runs_of_one_stream_share_their_queries_and_another_stream_has_its_own(runs, tmp_path):
     pack(runs, tmp_path / "pack")
-    (index,) = set(read_packed(tmp_path / "pack" / "synthetic.queries.parquet")["index"].to_pylist())
+    (index,) = set(read_file(tmp_path / "pack" / "synthetic.queries.parquet")["index"].to_pylist())
     config = worlds.tiny_config(method="popularity", stream__n_slices=3)
     Experiment(config, worlds.tiny_log(), tmp_path / "cache", worlds.CPU, "test").run(tmp_path / "other" / "three")
     pack(tmp_path / "other", tmp_path / "pack")
-    held = read_packed(tmp_path / "pack" / "synthetic.runs.parquet")
+    held = read_file(tmp_path / "pack" / "synthetic.runs.parquet")
     assert held["queries"].to_pylist().count(index) == 3
     assert set(held["queries"].to_pylist()) == set(
-        read_packed(tmp_path / "pack" / "synthetic.queries.parquet")["index"].to_pylist()
+        read_file(tmp_path / "pack" / "synthetic.queries.parquet")["index"].to_pylist()
     )
 
 
@@ -163,7 +166,7 @@ def test_the_same_config_replaces_and_ranks_are_never_lost_to_a_folder_without(r
     assert contents(tmp_path / "pack") == before
     (copied / "popularity/seed-0/environment.json").write_text('{"device": "another"}')
     assert pack(copied / "popularity", tmp_path / "pack").held == 3
-    held = read_packed(tmp_path / "pack" / "synthetic.runs.parquet").to_pylist()
+    held = read_file(tmp_path / "pack" / "synthetic.runs.parquet").to_pylist()
     assert sum(row["environment"] == '{"device": "another"}' for row in held) == 1
 
 
@@ -172,7 +175,7 @@ def test_of_two_folders_with_one_config_the_one_with_ranks_is_packed(copied, tmp
     (copied / "a-copy/ranks.parquet").unlink()
     done = pack(copied, tmp_path / "pack")
     assert (done.runs, done.repeated, done.without_ranks) == (3, 1, 0)
-    held = read_packed(tmp_path / "pack" / "synthetic.runs.parquet")
+    held = read_file(tmp_path / "pack" / "synthetic.runs.parquet")
     assert held["folder"].to_pylist() == ["frozen/seed-0", "popularity/seed-0", "popularity/seed-1"]
 
 
@@ -203,52 +206,52 @@ def test_users_are_numbered_in_the_order_of_their_ids_and_the_index_does_not_dep
         "repeat": [True, False, True, False],
     }
     renamed = table.set_column(1, "user", pa.array(["c", "a", "c", "b"]))
-    assert index_name(numbered(renamed)) == index_name(queries)
-    assert index_name(queries.slice(1)) != index_name(queries)
+    assert stream_name(numbered(renamed)) == stream_name(queries)
+    assert stream_name(queries.slice(1)) != stream_name(queries)
 
 
-@given(st.lists(st.tuples(*[st.integers(0, 21)] * 4, st.booleans()), max_size=60))
-def test_ranks_survive_their_code(rows):
+RANK = st.integers(0, 21)
+
+
+@given(st.lists(st.tuples(*[RANK] * 8, st.booleans()), max_size=60), st.booleans())
+def test_ranks_survive_their_code(rows, alone):
     ranks = np.array([row[:4] for row in rows], dtype=np.uint8).reshape(-1, 4).T
-    repeat = np.array([row[4] for row in rows], dtype=bool)
-    assert (decoded(encoded(ranks, repeat), repeat) == ranks).all()
+    other = [] if alone else [np.array([row[4:8] for row in rows], dtype=np.uint8).reshape(-1, 4).T, ranks // 2]
+    repeat = np.array([row[8] for row in rows], dtype=bool)
+    assert (decoded(encoded(ranks, repeat, other), repeat, other) == ranks).all()
 
 
-def test_the_query_drift_users_goes_with_the_queries_whichever_run_tells_it(copied, tmp_path):
+def test_ranks_beside_alike_ones_take_a_fraction_of_the_room():
+    rng = np.random.default_rng(0)
+    ranks = rng.integers(0, 22, (4, 5000), dtype=np.uint8)
+    alike = np.where(rng.random(ranks.shape) < 0.9, ranks, rng.integers(0, 22, ranks.shape, dtype=np.uint8))
+    repeat = rng.random(5000) < 0.5
+    assert len(encoded(ranks, repeat, [alike])) < 0.4 * len(encoded(ranks, repeat))
+
+
+def test_the_drift_of_users_goes_with_the_queries_whichever_run_tells_it(copied, tmp_path):
     for path in copied.rglob("per_user.parquet"):
         pq.write_table(pq.read_table(path).drop_columns("drift"), path)  # as earlier versions wrote it
     told = copied / "popularity/seed-0"
     users = pq.read_table(told / "per_user.parquet")
     asked = zip(users["user"].to_pylist(), users["slice_tested"].to_pylist(), strict=True)
     drift = [None if tested == 0 else len(user) + tested / 4 for user, tested in asked]
-    users = users.append_column("drift", pa.array(drift, pa.float64()))
-    pq.write_table(users, told / "per_user.parquet")
+    pq.write_table(users.append_column("drift", pa.array(drift, pa.float64())), told / "per_user.parquet")
     pack(copied, tmp_path / "pack")
-    unpack(tmp_path / "pack", tmp_path / "back")
-    before, after = diagonal(told, "per_user.parquet"), diagonal(tmp_path / "back/frozen/seed-0", "per_user.parquet")
+    before, after = by_user(read_folder(told, "told")), by_user(records(tmp_path / "pack")["frozen/seed-0"])
     called = dict(zip(*(sorted({key[0] for key in rows}) for rows in (before, after)), strict=True))
     assert all(after[called[user], *rest]["drift"] == row["drift"] for (user, *rest), row in before.items())
-    ranks = pq.read_table(told / "ranks.parquet")
-    assert query_drift(ranks, users).null_count == sum(index == 0 for index in ranks["slice"].to_pylist())
+    assert any(row["drift"] is not None for row in after.values())
 
 
 def test_runs_from_two_places_under_one_name_stay_apart(runs, tmp_path):
     pack(runs / "popularity" / "seed-0", tmp_path / "pack")
     shutil.copytree(runs / "frozen" / "seed-0", tmp_path / "elsewhere" / "seed-0")
     pack(tmp_path / "elsewhere", tmp_path / "pack")
-    unpack(tmp_path / "pack", tmp_path / "back")
-    configs = {path.read_text() for path in (tmp_path / "back").glob("seed-0-*/config.toml")}
+    found = records(tmp_path / "pack")
+    assert all(name.startswith("seed-0-") for name in found)
+    configs = {record.texts["config"] for record in found.values()}
     assert configs == {to_toml(worlds.tiny_config(method=method)) for method in ("popularity", "frozen")}
-
-
-def test_what_is_no_pack_is_read_where_it_is(runs, tmp_path):
-    assert not is_pack(runs)
-    with readable(runs) as folder:
-        assert folder == runs
-    pack(runs, tmp_path / "pack")
-    with readable(tmp_path / "pack") as folder:
-        assert (folder / "frozen/seed-0/metrics.parquet").is_file()
-    assert not folder.exists()
 
 
 def test_mistakes_are_told_in_one_line(runs, tmp_path):
@@ -267,20 +270,16 @@ def test_mistakes_are_told_in_one_line(runs, tmp_path):
 def test_a_damaged_or_foreign_pack_is_refused(runs, tmp_path):
     pack(runs, tmp_path / "pack")
     path = tmp_path / "pack" / "synthetic.runs.parquet"
-    whole = read_packed(path)
-    outside = whole.set_column(0, "folder", pa.array(["../../outside", "a", "b"]))
-    write_packed(path, outside)
-    with pytest.raises(RunFolderError, match=r"names a folder outside of the pack, '\.\./\.\./outside'"):
-        unpack(tmp_path / "pack", tmp_path / "back")
-    write_packed(path, whole.set_column(whole.num_columns - 1, "ranks", pa.array([b"no ranks"] * 3, pa.binary())))
+    whole = read_file(path)
+    write_file(path, whole.set_column(whole.num_columns - 1, "ranks", pa.array([b"no ranks"] * 3, pa.binary())))
     with pytest.raises(RunFolderError, match=r"the ranks of .* are damaged"):
-        unpack(tmp_path / "pack", tmp_path / "back")
-    pq.write_table(whole.replace_schema_metadata({"protofed": "pack-2"}), path)
-    with pytest.raises(RunFolderError, match="must be of the format pack-1, found pack-2"):
-        unpack(tmp_path / "pack", tmp_path / "back")
+        find_records(tmp_path / "pack")
+    pq.write_table(whole.replace_schema_metadata({"protofed": "pack-1"}), path)
+    with pytest.raises(RunFolderError, match="must be of the format pack-2, found pack-1"):
+        find_records(tmp_path / "pack")
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(RunFolderError, match=r"cannot be read .* fetch the pack again"):
-        unpack(tmp_path / "pack", tmp_path / "back")
+        find_records(tmp_path / "pack")
 
 
 def test_a_grid_is_checked_against_a_pack(runs, tmp_path, capsys):

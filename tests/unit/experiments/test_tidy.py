@@ -125,7 +125,9 @@ def test_a_damaged_file_is_one_line_that_names_it(tmp_path, runs):
     before = (out / "results.parquet").read_bytes()
     folder = out / "synthetic" / "popularity" / "default" / "seed-0"
     (folder / "metrics.parquet").write_bytes(b"half")
-    with pytest.raises(RunFolderError, match=r"seed-0/metrics\.parquet cannot be read .*; delete its folder") as raised:
+    with pytest.raises(
+        RunFolderError, match=r"seed-0/metrics\.parquet is not a readable parquet file .*; delete its folder"
+    ) as raised:
         write_tables(out)
     assert "\n" not in str(raised.value)
     assert (out / "results.parquet").read_bytes() == before

@@ -1,5 +1,6 @@
 """A warm-up that early stopping ended too soon is named with its steps and the way out; others are not."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,9 +60,8 @@ def test_a_config_that_this_version_cannot_read_has_no_such_warning(tmp_path: Pa
 
 
 def test_the_warm_up_is_read_past_lines_that_a_kill_cut_off(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    path.write_text('{"slice": 0, "sta\n{"slice": 0, "stage": "warm-up", "epochs": 2, "steps_per_epoch": 7, '
-                    '"validation_ndcg10": [0.1, 0.2, 0.3, 0.1]}\n')  # fmt: skip
-    assert read_warm_up(path, 100) == WarmUp(14, 7, stopped_early=True)
-    assert read_warm_up(path, 3) == WarmUp(14, 7, stopped_early=False)
-    assert read_warm_up(tmp_path / "none.jsonl", 100) is None
+    warm_up = json.dumps(told(2, 7, [0.1, 0.2, 0.3, 0.1]))
+    log = f'{{"slice": 0, "sta\n{warm_up}\n'
+    assert read_warm_up(log, 100) == WarmUp(14, 7, stopped_early=True)
+    assert read_warm_up(log, 3) == WarmUp(14, 7, stopped_early=False)
+    assert read_warm_up("", 100) is None

@@ -12,8 +12,9 @@ from protofed.cli.run import settle
 from protofed.config import parsed, to_toml
 from protofed.errors import ConfigError, ProtoFedError
 from protofed.experiments.grid import Cell, Grid, Variant, cells, grid_of, tuned_in
+from protofed.experiments.records import Unfinished
 from protofed.report.coverage import coverage, coverage_table, covered, together
-from protofed.report.runs import Run, Unfinished
+from protofed.report.runs import Run
 
 FILE = '[grid]\ndatasets = ["toy", "toy2"]\nmethods = ["frozen", "ewc"]\nseeds = [0, 1]\n'
 GRID = cells(Grid(("toy", "toy2"), ("frozen", "ewc"), (0, 1)), settle)
@@ -91,7 +92,7 @@ def test_runs_that_a_report_has_read_give_the_same_coverage():
     def nested(cell: Cell) -> dict[str, object]:
         return tomllib.loads(to_toml(cell.config))
 
-    run = Run("x", Path("x"), to_toml(GRID[3].config), nested(GRID[3]), {}, {}, {}, ())
+    run = Run("x", to_toml(GRID[3].config), nested(GRID[3]), {}, {}, {}, ())
     found = coverage(GRID, [run], [Unfinished("y", nested(GRID[4])), Unfinished("z", {}), Unfinished("w", {"a": 1})])
     assert [state for _, state in found.states] == [*["missing"] * 3, "done", "unfinished", *["missing"] * 3]
 

@@ -1,7 +1,6 @@
 """What log.jsonl tells is read as the last word on each slice, and only where it is about the method."""
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -15,13 +14,12 @@ LINES = """{"slice": 0, "stage": "warm-up", "epochs": 3, "validation_ndcg10": [0
 {"slice": 3, "stage": "lea"""
 
 
-def test_the_last_word_on_a_slice_counts_and_the_base_block_does_not(tmp_path: Path) -> None:
-    (tmp_path / "log.jsonl").write_text(LINES)
-    journal = read_journal(tmp_path / "log.jsonl")
+def test_the_last_word_on_a_slice_counts_and_the_base_block_does_not() -> None:
+    journal = read_journal(LINES)
     assert [record["slice"] for record in journal] == [1, 2]
     assert mean_told(journal, "bytes_up") == 20.0
     assert math.isnan(mean_told(journal, "bytes_down"))
-    assert read_journal(tmp_path / "none.jsonl") == ()
+    assert read_journal("") == ()
 
 
 def test_a_trace_has_a_point_before_the_first_epoch_and_after_each() -> None:

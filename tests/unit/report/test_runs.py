@@ -10,7 +10,8 @@ import pytest
 from run_folders import config_text, write_run
 
 from protofed.errors import ProtoFedError, RunFolderError
-from protofed.report.runs import find_runs, read_matrices
+from protofed.experiments.matrices import matrices
+from protofed.report.runs import find_runs
 
 
 def by_cell(tested: int, trained: int, candidates: str, subset: str, metric: str) -> float:
@@ -31,7 +32,9 @@ def test_a_run_folder_given_directly_is_the_only_run(tmp_path: Path) -> None:
 
 
 def test_the_matrix_has_the_tested_slice_as_row_and_the_trained_one_as_column(tmp_path: Path) -> None:
-    matrix = read_matrices(write_run(tmp_path / "run", by_cell) / "metrics.parquet")["sampled", "all", "ndcg@10"]
+    matrix = matrices(pq.read_table(write_run(tmp_path / "run", by_cell) / "metrics.parquet"))[
+        "sampled", "all", "ndcg@10"
+    ]
     assert matrix.values == pytest.approx(np.array([[0.0, 0.01, 0.02], [0.1, 0.11, 0.12], [0.2, 0.21, 0.22]]))
     assert matrix.diagonal == pytest.approx(np.array([0.11, 0.22]))
     assert matrix.diagonal_queries.tolist() == [3, 4]
@@ -43,7 +46,7 @@ def test_a_slice_without_queries_is_nan_whatever_value_was_written(tmp_path: Pat
     none_in_slice_1 = np.where(table["slice_tested"].to_numpy() == 1, 0, table["n_queries"].to_numpy())
     table = table.drop_columns("n_queries").append_column("n_queries", pa.array(none_in_slice_1))
     pq.write_table(table, folder / "metrics.parquet")
-    matrix = read_matrices(folder / "metrics.parquet")["sampled", "all", "ndcg@10"]
+    matrix = matrices(pq.read_table(folder / "metrics.parquet"))["sampled", "all", "ndcg@10"]
     assert math.isnan(matrix.diagonal[0])
     assert matrix.diagonal[1] == pytest.approx(0.22)
 

@@ -1,5 +1,6 @@
-"""per_user.parquet is read once, whatever is asked of it, and says the same as a filter on the file."""
+"""What a run knows of its users is read once, whatever is asked of it, and says the same as a filter on the file."""
 
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,8 +10,8 @@ import pytest
 from run_folders import write_run
 
 from protofed.errors import RunFolderError
-from protofed.report import users
-from protofed.report.users import UserFile
+from protofed.experiments.records import read_users
+from protofed.report.users import Users
 
 
 def value(tested: int, trained: int, candidates: str, subset: str, metric: str) -> float:
@@ -28,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 def test_a_part_holds_the_rows_that_a_filter_finds(path: Path, row_group: int) -> None:
     whole = pq.read_table(path)
     pq.write_table(whole, path, row_group_size=row_group)
-    file = UserFile(path)
+    file = Users(partial(read_users, path))
     for candidates in ("sampled", "full"):
         for subset in ("all", "novel"):
             chosen = pc.and_(pc.equal(whole["candidates"], candidates), pc.equal(whole["subset"], subset))
@@ -38,11 +39,9 @@ def test_a_part_holds_the_rows_that_a_filter_finds(path: Path, row_group: int) -
             assert found.to_pylist() == slow.select(found.column_names).to_pylist()
 
 
-def test_the_file_is_read_once_for_all_questions(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_read_once_for_all_questions(path: Path) -> None:
     reads = []
-    read = users.read_parquet
-    monkeypatch.setattr(users, "read_parquet", lambda *a, **k: reads.append(a) or read(*a, **k))
-    file = UserFile(path)
+    file = Users(lambda: reads.append(path) or read_users(path))
     assert reads == []
     for subset in ("all", "novel", "no such subset"):
         file.rows("sampled", subset)
@@ -51,21 +50,21 @@ def test_the_file_is_read_once_for_all_questions(path: Path, monkeypatch: pytest
 
 
 def test_what_no_query_was_asked_for_is_empty_with_the_same_columns(path: Path) -> None:
-    found = UserFile(path).rows("sampled", "no such subset")
+    found = Users(partial(read_users, path)).rows("sampled", "no such subset")
     assert len(found) == 0
-    assert found.column_names == UserFile(path).rows("sampled", "all").column_names
+    assert found.column_names == Users(partial(read_users, path)).rows("sampled", "all").column_names
 
 
 def test_an_empty_file_has_empty_parts(path: Path) -> None:
     pq.write_table(pq.read_table(path).slice(0, 0), path)
-    assert len(UserFile(path).rows("sampled", "all")) == 0
+    assert len(Users(partial(read_users, path)).rows("sampled", "all")) == 0
 
 
 def test_drift_is_told_where_it_is_known(tmp_path: Path) -> None:
     def drift(user: str, tested: int) -> float | None:
         return {"ann": 0.5, "bob": None}.get(user, 0.25 * tested) if tested else None
 
-    told = UserFile(write_run(tmp_path / "run", value, drift=drift) / "per_user.parquet").drift
+    told = Users(partial(read_users, write_run(tmp_path / "run", value, drift=drift) / "per_user.parquet")).drift
     assert told is not None
     rows = {(row["user"], row["slice_tested"]): row["drift"] for row in told.to_pylist()}
     assert rows == {("ann", 1): 0.5, ("ann", 2): 0.5, ("cleo", 2): 0.5}
@@ -74,4 +73,4 @@ def test_drift_is_told_where_it_is_known(tmp_path: Path) -> None:
 def test_a_damaged_file_is_one_line(path: Path) -> None:
     path.write_bytes(b"no parquet")
     with pytest.raises(RunFolderError, match=r"per_user.parquet is not a readable parquet file .*; delete its folder"):
-        UserFile(path).rows("sampled", "all")
+        Users(partial(read_users, path)).rows("sampled", "all")
