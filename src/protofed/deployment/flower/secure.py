@@ -94,7 +94,7 @@ def whole(sums: np.ndarray, hosts: int) -> Int[Tensor, " n"]:
     return total
 
 
-class Aggregation(server_side.SecAggPlusWorkflow):
+class Aggregation(server_side.SecAggPlusWorkflow):  # type: ignore[misc]
     """SecAgg+ with an order in place of Flower's own instructions."""
 
     def __init__(self, order: Order, nodes: Sequence[int], timeout: float) -> None:
@@ -150,7 +150,7 @@ def ask_masked(grid: Grid, order: Order, shape: tuple[int, int], timeout: float)
     state[MAIN_PARAMS_RECORD] = compat.parameters_to_arrayrecord(Parameters([], ""), keep_input=False)
     own = Context(run_id=grid.run.run_id, node_id=0, node_config={}, state=state, run_config={})
     try:
-        work(grid, LegacyContext(own, strategy=work, client_manager=work))  # type: ignore[arg-type]
+        work(grid, LegacyContext(own, strategy=work, client_manager=work))
     except (KeyError, TypeError, ValueError, IndexError, AssertionError):
         return nothing  # a host that does not keep to the protocol costs the round, not the run
     hosts = len(work.survivors)
