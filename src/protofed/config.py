@@ -91,6 +91,7 @@ class ContentConfig:
     images: str = ""  # folder of the pictures
     vectors: str = ""  # file of the feature `vectors`, .npy or .parquet
     id_dropout: float = number(0.3, 0, 0.99)  # share of a tower's items read by content alone in a warm-up step
+    missing: float = number(0.0, 0, 1)  # share of items that lose a feature, each feature on its own: what gaps cost
 
 
 FEATURES: Mapping[str, str] = {
