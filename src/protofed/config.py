@@ -180,6 +180,7 @@ ABLATIONS: Mapping[str, str] = {
     "prompts": "no prompt at all: own rows only",
     "personal": "nothing personal: routed prototypes only",
     "own-past": "the head adds nothing for the user's own past",
+    "query-time": "the head does not read when a question is asked: ages, half-lives, time of day and hour of the week",
     "item-counts": "the head adds nothing for counts of items",
     "popularity": "popularity is not released",
 }
