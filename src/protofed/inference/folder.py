@@ -114,7 +114,10 @@ def refuse_no_model(folder: Path) -> None:
     if (folder / MODEL).is_file():
         return
     if not folder.is_dir():
-        raise RunFolderError(f"no model at {folder}: there is no such folder; name one that `protofed run --out` wrote")
+        found = "it is a file, a model is a folder" if folder.is_file() else "there is no such folder"
+        raise RunFolderError(f"no model at {folder}: {found}; name one that `protofed run --out` wrote")
+    if (folder / DEVICES).is_file() and (folder / "metrics.parquet").is_file():
+        raise RunFolderError(f"no model at {folder}: {MODEL} is missing; {RUN_AGAIN}")
     if not (folder / SETTINGS).is_file():
         raise RunFolderError(f"no model at {folder}: it is no run's folder; name one that `protofed run --out` wrote")
     if not (folder / "metrics.parquet").is_file():

@@ -331,10 +331,12 @@ def another_run(folder):
         (lambda f: pq.write_table(pa.table({"item": ["a"]}), f / ITEMS), "found 1 rows"),
         (lambda f: (f / "ledger.json").write_text("{}"), "ledger.json is not a ledger"),
         (lambda f: (f / "config.toml").write_bytes(b"\xff"), "config.toml cannot be read"),
-        (lambda f: (f / MODEL).unlink(), "its run kept none"),
+        (lambda f: (f / MODEL).unlink(), "model.safetensors is missing"),
+        (lambda f: [(f / name).unlink() for name in (MODEL, DEVICES)], "its run kept none"),
         (lambda f: [(f / name).unlink() for name in (MODEL, "metrics.parquet")], "its run is not finished"),
         (lambda f: [(f / name).unlink() for name in (MODEL, "config.toml")], "it is no run's folder"),
         (lambda f: shutil.rmtree(f), "there is no such folder"),
+        (lambda f: (shutil.rmtree(f), f.write_text("x")), "it is a file, a model is a folder"),
     ],
 )
 def test_a_folder_that_holds_no_whole_model_is_one_line_with_a_way_out(tmp_path, change, told):
@@ -352,6 +354,22 @@ def test_the_card_says_what_it_is_what_leaves_a_device_and_where_it_ends():
     summary = summarise_run(RunFolder(run_folder()))
     first = summary["headline"][0]
     assert f"| sampled | all | {first['ndcg@10']:.4f} | {first['hr@10']:.4f} | {first['queries']:,} |" in card
+    assert "Events of the base block, the first 50 %, were collected centrally; no ε covers them." in card
+    for word in ("ε = ", "δ = 1e-5", "add or remove one user", "per user", "central trust"):
+        assert word in card
+
+
+def test_where_nothing_is_shared_no_device_makes_an_upload(tmp_path):
+    config = tiny_config(method="protofed", protofed__mode="nothing", scoring__head=True)
+    Experiment(config, tiny_log(), tmp_path / "cache", CPU, keep=Surroundings()).run(tmp_path / "run")
+    loaded = protofed.load(tmp_path / "run")
+    assert bool(loaded.devices.contributes.any())
+    users = [tiny_log().user_ids[u].as_py() for u in loaded.devices.contributes.nonzero()[:, 0].tolist()]
+    assert [loaded.device(user).upload() for user in users] == [None] * len(users)
+    device = loaded.device(users[0])
+    device.feedback(loaded.catalogue.item(5))
+    device.learn()
+    assert device.upload() is None
 
 
 def test_a_finished_run_keeps_its_model_as_it_is(tmp_path):
