@@ -1,5 +1,6 @@
 """A model from its folder: the answers of the run it came from, in original ids, and one line where it is damaged."""
 
+import copy
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -14,6 +15,7 @@ import torch
 from worlds import CPU, LENGTH, every_value, random_model, tiny_config, tiny_log, tiny_stream, warmed_up_on
 
 import protofed
+from protofed.backbone.content import with_nearest
 from protofed.backbone.one_query import embed_history, last_state, lay_out, score_items
 from protofed.client.memory import Memory
 from protofed.client.model import VARIANTS
@@ -25,6 +27,7 @@ from protofed.experiments.folder import RunFolder, load_checkpoint
 from protofed.experiments.publish import Surroundings
 from protofed.experiments.run import Experiment
 from protofed.experiments.summary import summarise_run
+from protofed.features.content import Content, modality
 from protofed.files import load_tensors, save_tensors
 from protofed.inference import device as single
 from protofed.inference.answer import make_ready, score_next
@@ -230,6 +233,23 @@ def test_reasons_say_how_often_an_item_was_met_and_what_the_backbone_alone_think
         assert all(len(each.items) == 3 for each in row.why.prototypes)
     _, user = user_with(lambda devices, u: not bool(devices.use_prompt[u]))
     assert model().device(user).recommend(1, why=True)[0].why.prototypes == ()
+
+
+def test_an_item_that_content_alone_describes_is_said_to_be_like_the_known_items_beside_it():
+    shared, untaught = model().model, 7
+    backbone = copy.deepcopy(shared.backbone)
+    backbone.has_row[untaught] = False
+    degrees = torch.stack([torch.arange(shared.n_items) / 10.0, torch.zeros(shared.n_items)], dim=1).double()
+    degrees[untaught] = degrees[3] + 1e-4
+    present = torch.ones(shared.n_items, dtype=torch.bool)
+    backbone = with_nearest(backbone, Content((modality("place", degrees, present),)), 1)
+    told = replace(model(), model=replace(shared, backbone=backbone))
+    assert told.like(untaught)[0] == told.catalogue.item(3)
+    assert told.like(3) == ()  # events taught it
+    assert model().like(untaught) == ()  # nothing is known of it but events
+    device = told.device(history=[told.catalogue.item(1)])
+    (row,) = device.recommend(1, candidates=[told.catalogue.item(untaught)], why=True)
+    assert row.why.like == told.like(untaught)
 
 
 def test_feedback_learning_and_uploads_are_those_of_the_line():
