@@ -65,6 +65,7 @@ class TrainingConfig:
     base_epochs: int = number(100, 0, 10**6)  # cap in the base block
     slice_epochs: int = number(30, 0, 10**6)  # cap in a slice
     patience: int = number(3, 1, 10**6)  # epochs without a better validation part before stopping
+    patience_steps: int = number(0, 0, 10**9)  # and at least so many steps without one; 0: epochs alone count
     selection: Literal["sampled", "full"] = "sampled"  # which validation NDCG@10 stops the training
     prompt_rate: float = number(0.5, 0, 1)  # share of warm-up batches that carry a random prompt
 
@@ -179,6 +180,7 @@ ABLATIONS: Mapping[str, str] = {
     "prompts": "no prompt at all: own rows only",
     "personal": "nothing personal: routed prototypes only",
     "own-past": "the head adds nothing for the user's own past",
+    "query-time": "the head does not read when a question is asked: ages, half-lives, time of day and hour of the week",
     "item-counts": "the head adds nothing for counts of items",
     "popularity": "popularity is not released",
 }
