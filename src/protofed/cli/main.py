@@ -17,6 +17,7 @@ from protofed.cli.privacy import privacy
 from protofed.cli.recommend import recommend
 from protofed.cli.report import report
 from protofed.cli.run import run
+from protofed.cli.speed import speed
 from protofed.cli.tune import tune
 from protofed.errors import ProtoFedError, in_one_line
 
@@ -71,6 +72,7 @@ app.command()(report)
 app.command()(pack)
 app.command()(demo)
 app.command()(federate)
+app.command()(speed)
 app.command()(privacy)
 app.command()(tune)
 
