@@ -39,7 +39,7 @@ def speed(
     """Time our simulator against others on one workload, once all were seen to compute the same."""
     widths = width or [64, 256]
     chosen = checked(widths, peers, pfl, clients, cohort, repeats, device)
-    with tempfile.TemporaryDirectory(prefix="protofed-speed-") as scratch, shown(Console(stderr=True)) as progress:
+    with tempfile.TemporaryDirectory(prefix="federation-speed-") as scratch, shown(Console(stderr=True)) as progress:
         progress.expect("protofed speed")
         folder = Path(scratch)
         if growth:
