@@ -18,6 +18,7 @@ from protofed.cli.privacy import privacy
 from protofed.cli.recommend import recommend
 from protofed.cli.report import report
 from protofed.cli.run import run
+from protofed.cli.speed import speed
 from protofed.cli.tune import tune
 from protofed.errors import ProtoFedError, in_one_line
 
@@ -79,6 +80,7 @@ app.command()(report)
 app.command()(pack)
 app.command()(demo)
 app.command()(federate)
+app.command()(speed)
 app.command()(privacy)
 app.command()(tune)
 
