@@ -215,7 +215,7 @@ def settled(tmp_path: Path, ways: dict[str, dict[str, object]]) -> RunConfig:
         (["--device", "tpu9"], "--device must be cpu, cuda or auto, got 'tpu9'"),
         (["--config", "missing.toml"], "no config file at missing.toml"),
         (["--ablate", "shorts"], "unknown ablation 'shorts'; did you mean 'short'?"),
-        (["--mode", "fast"], "protofed.mode must be one of reference, literal, nodp, got 'fast'"),
+        (["--mode", "fast"], "protofed.mode must be one of reference, literal, nodp, nothing, private, got 'fast'"),
         (["--trust", "nobody"], "privacy.trust must be one of central, secure-aggregation, local, got 'nobody'"),
         (["--target-epsilon", "-1"], "privacy.target_epsilon must lie between 0 and"),
     ],
@@ -300,6 +300,21 @@ def test_a_misspelt_word_is_mended_once(tmp_path, words, near):
     assert done.returncode == 2
     assert said.lower().count("did you mean") == 1
     assert f"'{near}'" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("recommend", "x", "--user", "a", "-n", "many"), "'many' is not a valid integer"),
+        (("recommend",), "Missing argument 'MODEL'"),
+        (("data", "import"), "Missing argument 'FILE'"),
+        (("run", "--preset"), "'--preset' requires an argument"),
+    ],
+)
+def test_a_call_that_cannot_be_parsed_is_one_line(tmp_path, words, told):
+    line = refused(*words, cwd=tmp_path)
+    assert told in line
+    assert line.endswith("--help`")
 
 
 @pytest.mark.parametrize(

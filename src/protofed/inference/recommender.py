@@ -21,6 +21,7 @@ from protofed.errors import DataError
 from protofed.inference import device as single
 from protofed.inference.answer import Ready, make_ready, score_next
 from protofed.inference.head import FittedHead, with_head
+from protofed.inference.kept_past import KeptPast, after_event, keep_past, kept_cells
 from protofed.inference.online import online_inference
 from protofed.privacy.draws import Draws, SystemDraws
 from protofed.privacy.ledger import Ledger, Trust
@@ -86,6 +87,7 @@ class Reason:
     last_met: int | None  # unix seconds
     own_row: bool  # scored with a row that this device learned
     public_rank: int  # where the backbone alone would rank it among the same candidates, 1 for first
+    like: tuple[object, ...]  # known items that its content places it beside; empty where events taught it
     prototypes: tuple[Prototype, ...]  # behind the whole answer; empty where this device uses no prompt
 
 
@@ -170,15 +172,22 @@ class Recommender:
             return None
         return remember(new_device(self.model, key), select_events(self.bystanders.memory, beside[:1]))
 
-    def score(self, state: DeviceState) -> Float[torch.Tensor, " I"]:
-        """A score for every item as this device's next one."""
+    def score(
+        self, state: DeviceState, past: KeptPast | None = None, time: int | None = None
+    ) -> Float[torch.Tensor, " I"]:
+        """A score for every item as this device's next one at `time`, by default that of its newest event.
+
+        `past`: what the device keeps of its own past, where that needs not be made anew.
+        """
         if self._ready is not None:
             scores = score_next(self._ready, state)
         else:
             scores = online_inference(self.model, state, single.as_query(self.model, state))[0]
         if self.head is None:
             return scores
-        return with_head(self.head, scores[None], single.as_query(self.model, state))[0]
+        query = single.as_query(self.model, state, time)
+        own = kept_cells(past, int(query.times[0]), len(scores)) if past is not None else None
+        return with_head(self.head, scores[None], query, own)[0]
 
     @cached_property
     def _ready(self) -> Ready | None:
@@ -204,6 +213,11 @@ class Recommender:
         """The items that a prototype's prompt lifts most for somebody without a history."""
         return tuple(self.catalogue.item(item) for item in self._lifted[number, :n].tolist())
 
+    def like(self, item: int, n: int = SHOWN) -> tuple[object, ...]:
+        """The known items nearest to one that content alone describes; none where its row was learned from events."""
+        near = neighbours_by_content(self.model, item, n)
+        return tuple(self.catalogue.item(number) for number in near.tolist())
+
     @cached_property
     def _lifted(self) -> Int[torch.Tensor, "K n"]:
         return items_lifted(self.model, SHOWN)
@@ -223,6 +237,17 @@ class Device:
     ) -> None:
         self.recommender, self.state, self.draws, self.unknown = recommender, state, draws, unknown
         self._learned = learned
+        self._past: KeptPast | None = None
+
+    @property
+    def past(self) -> KeptPast | None:
+        """What the head reads of the user's own past, kept up event by event; None without a head that reads it."""
+        head, memory = self.recommender.head, self.state.memory
+        if head is None or head.head.own is None:
+            return None
+        if self._past is None or self._past.n_events != len(memory.items):
+            self._past = keep_past(memory.items.tolist(), memory.times.tolist())
+        return self._past
 
     def recommend(
         self,
@@ -231,8 +256,12 @@ class Device:
         candidates: Iterable[object] | None = None,
         exclude_seen: bool = False,
         why: bool = False,
+        time: int | None = None,
     ) -> list[Recommendation]:
-        """The n best items for the user's next event, best first; nothing changes by asking."""
+        """The n best items for the user's next event, best first; nothing changes by asking.
+
+        `time` (unix seconds) is when the event will happen; by default, when the newest one did.
+        """
         if n < 1:
             raise DataError(f"n must be at least 1, got {n}")
         catalogue, model = self.recommender.catalogue, self.recommender.model
@@ -240,7 +269,7 @@ class Device:
         if exclude_seen:
             among = torch.arange(model.n_items) if among is None else among
             among = among[~torch.isin(among, self.state.memory.items)]
-        ranking = single.best_items(self.recommender.score(self.state), n, among)
+        ranking = single.best_items(self.recommender.score(self.state, self.past, time), n, among)
         items, scores = ranking.items.tolist(), ranking.scores.tolist()
         reasons = self._reasons(items, among) if why else [None] * len(items)
         return [
@@ -253,7 +282,9 @@ class Device:
         (number,) = self.recommender.catalogue.numbers([item])
         last = self.state.memory.times[-1:].tolist()
         when = time if time is not None else max([int(clock.time()), *last])
+        past = self.past
         self.state = single.feedback(self.recommender.model, self.state, number, when, self.draws)
+        self._past = after_event(past, number, when) if past is not None else None
 
     def learn(self) -> None:
         """Learn from all events since the last time, as in a slice of training: prompts and own rows."""
@@ -289,7 +320,8 @@ class Device:
         for item in items:
             met = times[past == item].tolist()
             rank = 1 + int((rivals > alone[item]).sum())
-            found.append(Reason(len(met), max(met, default=None), item in rows, rank, prototypes))
+            like = self.recommender.like(item)
+            found.append(Reason(len(met), max(met, default=None), item in rows, rank, like, prototypes))
         return found
 
     def _routed(self) -> tuple[Prototype, ...]:
@@ -313,3 +345,14 @@ def items_lifted(model: Model, n: int) -> Int[torch.Tensor, "K n"]:
     prompts = rescale_like(model.prompts, scale) if not model.rule.as_printed else model.prompts
     prompted = backbone.last_hidden(nobody.expand(len(prompts), -1), prompts)
     return (backbone.scores(prompted, model.n_items) - plain).topk(min(n, model.n_items)).indices
+
+
+@torch.no_grad()
+def neighbours_by_content(model: Model, item: int, n: int) -> Int[torch.Tensor, " n"]:
+    """The known items whose rows point most nearly where content puts this one; none where it needs no content."""
+    backbone, known = model.backbone, model.backbone.has_row.nonzero()[:, 0]
+    content, asked = backbone.content, torch.tensor([item], device=backbone.items.device)
+    if content is None or bool(backbone.knows(asked)) or not bool(content.describes(asked)):
+        return known[:0]
+    cosines = torch.cosine_similarity(backbone.embed(asked), backbone.embed(known), dim=-1)
+    return known[cosines.topk(min(n, len(known))).indices]

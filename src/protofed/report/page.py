@@ -14,6 +14,7 @@ from protofed.evaluation.forgetting import af_over_time
 from protofed.experiments.grid import Cell as GridCell
 from protofed.experiments.records import Unfinished
 from protofed.files import make_folder, write_text
+from protofed.methods.labels import label_of
 from protofed.report import opening, provenance
 from protofed.report.ablations import ablation_part
 from protofed.report.beneficiaries import benefits
@@ -29,7 +30,7 @@ from protofed.report.overall import equal_epsilon, headline_with_costs
 from protofed.report.plasticity import adaptation, frontier_part
 from protofed.report.prices import UNPRICED, privacy_table
 from protofed.report.runs import find_runs
-from protofed.report.sections import Row, Section, group, method_name
+from protofed.report.sections import Row, Section, group
 from protofed.report.sensitivity import sensitivity
 from protofed.report.tables import Results, compute, distances, main_matrix, mean_matrix, strata
 from protofed.report.tradeoff import tradeoff
@@ -155,7 +156,7 @@ def render(
 def embedded(chapters: Sequence[Chapter], tables: Sequence[Table]) -> dict[str, Any]:
     """The numbers of every table and figure, once, with what all figures share."""
     rows = [row for chapter in chapters for row in chapter.results.section.rows]
-    looks = {label: look_of(row) for row in rows for label in (method_name(row.runs[0].config), row.label)}
+    looks = {label: look_of(row) for row in rows for label in (label_of(row.runs[0].config), row.label)}
     return {
         "tables": {table.name: table_values(table) for table in [*tables, *(t for c in chapters for t in c.tables)]},
         "figures": {drawing.name: figure_values(drawing) for chapter in chapters for drawing in chapter.drawings},
