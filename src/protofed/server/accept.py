@@ -118,6 +118,11 @@ def item_fault(upload: ItemUpload, slice_index: int, n_items: int, width: int) -
         return f"values are not {width} numbers of 32 bits for each item"
     if bool(((upload.items < 0) | (upload.items >= n_items)).any()):
         return f"an item outside 0..{n_items - 1}"
+    whose = torch.repeat_interleave(torch.arange(len(upload)), upload.counts)
+    if len((whose * n_items + upload.items).unique()) < len(
+        upload.items
+    ):  # many small numbers would add up to a long one
+        return "an item named twice by a device"
     return None
 
 

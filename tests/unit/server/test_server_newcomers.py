@@ -11,7 +11,7 @@ from protofed.client.introductions import Introductions, ItemUpload, clip_introd
 from protofed.privacy.draws import SeededDraws
 from protofed.privacy.mechanism import os_noise, seeded_noise
 from protofed.server.accept import accept_items
-from protofed.server.newcomers import RIDGE, fit_map, predict_rows, row_features, sum_introductions
+from protofed.server.newcomers import DOUBT, RIDGE, fit_map, predict_rows, row_features, sum_introductions
 
 RNG = Generator().manual_seed(0)
 
@@ -128,6 +128,44 @@ def test_a_second_copy_counts_once_and_one_that_is_too_long_is_clipped_again():
     assert refused == {}
     assert (lengths <= 1).all()
     assert (lengths > 0.999).all()
+
+
+def lone(items: list[int], values: torch.Tensor) -> ItemUpload:
+    """What a device that follows no protocol sends."""
+    return ItemUpload(2, torch.tensor([99]), torch.tensor([len(items)]), torch.tensor(items), values)
+
+
+def added_by(cheat: ItemUpload) -> torch.Tensor:
+    """By how much one more upload moves the exact sums of three honest devices."""
+    wanted, honest = torch.ones(12, dtype=torch.bool), make_item_upload(told_by([3, 7, 8]), KEYS, SeededDraws(1), 2)[0]
+    with_it, without = (
+        sum_introductions(arrive(*some)[0], wanted, 0.0, seeded_noise(RNG)) for some in ([honest, cheat], [honest])
+    )
+    return with_it - without
+
+
+def test_a_cheating_device_moves_all_sums_together_by_no_more_than_one():
+    loud = lone(list(range(12)), torch.full((12, WIDTH), 1e6))
+    assert 0.999 < float(added_by(loud).norm()) <= 1 + 1e-6
+    often = lone([5] * 10_000, torch.full((10_000, WIDTH), 1e-2))  # of length 2 as it is counted, 200 as it adds up
+    assert arrive(often)[1] == {"an item named twice by a device": 1}
+    assert not added_by(often).any()
+
+
+@pytest.mark.parametrize("honest", [0, 1, 3, 10, 100])
+def test_one_device_moves_a_new_items_place_the_less_the_more_speak_of_it(honest):
+    """By at most 1 / (n + 5) of a typical row's length in a slice, and a little more where it also lies about counts."""
+    rng = Generator().manual_seed(honest)
+    place = torch.nn.functional.normalize(torch.randn(WIDTH - 1, generator=rng), dim=0)
+    sums = honest * torch.cat([torch.ones(1), 0.9 * place])
+    before = row_features(sums[None])[0, : WIDTH - 1]
+    lies = torch.nn.functional.normalize(torch.randn(2_000, WIDTH, generator=rng), dim=1)
+    moved = (row_features(sums + lies)[:, : WIDTH - 1] - before).norm(dim=1)
+    straight = torch.cat([torch.zeros(1), -place])
+    assert float((row_features((sums + straight)[None])[0, : WIDTH - 1] - before).norm()) == pytest.approx(
+        1 / (honest + DOUBT), abs=1e-6
+    )
+    assert float(moved.max()) <= 2**0.5 / (max(honest - 1, 0) + DOUBT)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
