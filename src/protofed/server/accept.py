@@ -119,9 +119,8 @@ def item_fault(upload: ItemUpload, slice_index: int, n_items: int, width: int) -
     if bool(((upload.items < 0) | (upload.items >= n_items)).any()):
         return f"an item outside 0..{n_items - 1}"
     whose = torch.repeat_interleave(torch.arange(len(upload)), upload.counts)
-    if len((whose * n_items + upload.items).unique()) < len(
-        upload.items
-    ):  # many small numbers would add up to a long one
+    pairs = whose * n_items + upload.items
+    if len(pairs.unique()) < len(pairs):  # many short values would add up to a long one
         return "an item named twice by a device"
     return None
 

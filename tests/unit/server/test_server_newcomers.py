@@ -154,7 +154,7 @@ def test_a_cheating_device_moves_all_sums_together_by_no_more_than_one():
 
 @pytest.mark.parametrize("honest", [0, 1, 3, 10, 100])
 def test_one_device_moves_a_new_items_place_the_less_the_more_speak_of_it(honest):
-    """By at most 1 / (n + 5) of a typical row's length in a slice, and a little more where it also lies about counts."""
+    """By 1 / (n + 5) of a typical row's length in a slice, and a little more where it lies about its count, too."""
     rng = Generator().manual_seed(honest)
     place = torch.nn.functional.normalize(torch.randn(WIDTH - 1, generator=rng), dim=0)
     sums = honest * torch.cat([torch.ones(1), 0.9 * place])
