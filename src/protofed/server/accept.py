@@ -112,7 +112,8 @@ def item_fault(upload: ItemUpload, slice_index: int, n_items: int, width: int) -
     numbers = (upload.tokens, upload.counts, upload.items)
     if any(column.dtype != torch.int64 or column.dim() != 1 for column in numbers) or len(upload.counts) != len(upload):
         return "tokens, counts and items are not whole numbers, a token and a count for each device"
-    if bool((upload.counts < 0).any()) or int(upload.counts.sum()) != len(upload.items):
+    impossible = (upload.counts < 0) | (upload.counts > len(upload.items))  # their sum might wrap around
+    if bool(impossible.any()) or int(upload.counts.sum()) != len(upload.items):
         return "counts that do not add up to the items"
     if upload.values.dtype != torch.float32 or tuple(upload.values.shape) != (len(upload.items), width):
         return f"values are not {width} numbers of 32 bits for each item"

@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Generator
 
 from protofed.client.introductions import Introductions, ItemUpload, clip_introductions, make_item_upload
@@ -202,6 +204,44 @@ def test_what_cannot_be_used_is_refused_with_a_reason_and_the_rest_is_heard(chan
     assert reason.startswith(why)
     assert n >= 1
     assert torch.equal(accepted.values, other.values)
+
+
+ODD = st.sampled_from([0, 1, 3, -1, 12, 2**31, 2**62, -(2**63), 2**63 - 1])
+
+
+@st.composite
+def any_uploads(draw: st.DrawFn) -> ItemUpload:
+    """Anything that could stand in a message: wrong shapes and types, counts and items of any size, odd numbers."""
+    n = draw(st.integers(0, 4))
+    said = draw(st.integers(0, 6))
+    tokens, counts, items = (
+        torch.tensor(draw(st.lists(ODD | st.integers(0, 11), min_size=size, max_size=size)), dtype=torch.int64)
+        for size in (n, n, said)
+    )
+    if draw(st.booleans()):
+        counts = torch.bincount(torch.randint(max(n, 1), (said,), generator=RNG), minlength=n)
+    values = torch.full((said, WIDTH), draw(st.sampled_from([0.3, -1e38, 3e38, 0.0, float("nan"), float("inf")])))
+    kinds = draw(st.sampled_from([{}, {"counts": counts.float()}, {"items": items[None]}, {"tokens": tokens.sum()}]))
+    wrapped = draw(st.sampled_from([counts, torch.tensor([2**62] * 4 + [said])]))
+    return replace(ItemUpload(2, tokens, wrapped, items, values), **kinds)
+
+
+@given(any_uploads())
+@settings(max_examples=300)
+def test_whatever_arrives_stops_nothing_and_says_no_more_than_its_devices_may(upload):
+    honest = make_item_upload(told_by([3]), KEYS, SeededDraws(1), 2)[0]
+    accepted, refused = arrive(honest, upload)
+    heard = len(accepted.users.unique())
+    assert 1 <= heard <= 1 + len(upload)
+    assert accepted.values.isfinite().all()
+    assert float(accepted.values.double().square().sum()) <= heard * (1 + 1e-6)
+    assert torch.equal(accepted.values[:3], honest.values)
+    assert heard == 1 + len(upload) or refused or not len(upload.items) or not upload.counts.all()
+
+
+def test_counts_that_wrap_around_to_the_right_sum_are_refused():
+    upload = ItemUpload(2, torch.arange(5), torch.tensor([2**62] * 4 + [3]), torch.arange(3), torch.ones(3, WIDTH))
+    assert arrive(upload)[1] == {"counts that do not add up to the items": 5}
 
 
 def test_nobody_says_nothing():
