@@ -207,19 +207,15 @@ def overall(cells: Sequence["Cell"], board: "Board", jobs: int) -> str:
 
 def live_table(cells: Sequence["Cell"], board: "Board", jobs: int, console: Console) -> Group:
     """As many cells as the screen holds: running first, then failed, newly finished, and next in line."""
-    from protofed.experiments.bench import best_so_far
-
     rank = {"running": 0, "failed": 1, "done": 2, "waiting": 3}
     newest = {cell.folder: -(board[cell.folder].began + board[cell.folder].seconds) for cell in cells}
     order = sorted(cells, key=lambda cell: (rank[board[cell.folder].state], newest[cell.folder]))
-    best = best_so_far(cells, board)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("cell", "state", "slice", "elapsed", "NDCG@10"):
         table.add_column(column, justify="left" if column in ("cell", "state") else "right", no_wrap=True)
-    for cell in order[: max(3, console.height - len(best) - 4)]:
+    for cell in order[: max(3, console.height - 4)]:
         table.add_row(*live_row(cell, board[cell.folder]), style=MARKS[board[cell.folder].state])
-    lines = [Text(f"best so far on {data}: {row}, NDCG@10 {score:.4f}") for data, (row, score) in best.items()]
-    return Group(table, Text(overall(cells, board, jobs), style="bold"), *lines)
+    return Group(table, Text(overall(cells, board, jobs), style="bold"))
 
 
 def live_row(cell: "Cell", status: "Status") -> tuple[str, ...]:
@@ -263,7 +259,7 @@ def finish(cells: Sequence["Cell"], board: "Board", out: Path, as_json: bool) ->
         print(f"failed: {name}: {error}", file=sys.stderr)
     if failed:
         print(
-            f"{len(failed)} of {len(board)} cells failed ({out / 'failed.json'}); the same command tries them again",
+            f"{len(failed)} of {len(board)} cells failed ({out / 'failed'}); the same command tries them again",
             file=sys.stderr,
         )
         raise typer.Exit(1)

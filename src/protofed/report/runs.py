@@ -1,7 +1,6 @@
 """Finished runs as a report uses them: read from their records and checked."""
 
 import json
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,12 +9,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from protofed.config import as_today
 from protofed.errors import DataError, RunFolderError
 from protofed.evaluation.exposure import EVENTS, PLACES
 from protofed.experiments.matrices import Matrix, Measure, matrices
 from protofed.experiments.records import METRICS as METRICS_FILE
-from protofed.experiments.records import Record, Unfinished
+from protofed.experiments.records import Record, Unfinished, parse_config
 from protofed.experiments.store import find_records
 from protofed.privacy.ledger import Ledger, Release, Trust, parse_ledger
 from protofed.report.journal import Told, WarmUp, read_journal, read_warm_up
@@ -61,7 +59,7 @@ def find_runs(root: Path) -> tuple[tuple[Run, ...], tuple[Unfinished, ...]]:
 def read_run(record: Record) -> Run:
     """One finished run."""
     text, log = record.texts["config"], record.texts.get("log", "")
-    config = _config(record.file("config"), text)
+    config = parse_config(record.file("config"), text)
     releases, trust = _releases(record)
     return Run(
         folder=record.name,
@@ -86,17 +84,6 @@ def reported_matrices(record: Record) -> dict[Measure, Matrix]:
         where = record.path / METRICS_FILE
         raise RunFolderError(f"{where} holds no test row of {' or '.join(METRICS)}; delete its folder and run again")
     return matrices(record.metrics.filter(pc.is_in(metric, value_set=pa.array([*METRICS, *SHARES]))))
-
-
-def _config(path: Path, text: str) -> dict[str, Any]:
-    try:
-        config = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as problem:
-        raise RunFolderError(f"{path} is not valid TOML ({problem}); run again into a new folder") from problem
-    for key, kind in (("dataset", str), ("method", str), ("seed", int)):
-        if not isinstance(config.get(key), kind):
-            raise RunFolderError(f"{path} must give {key} as {kind.__name__}, found {config.get(key)!r}; is it a run?")
-    return tomllib.loads(as_today(text))
 
 
 def _releases(record: Record) -> tuple[Ledger, Trust]:
