@@ -92,6 +92,7 @@ class ContentConfig:
     images: str = ""  # folder of the pictures
     vectors: str = ""  # file of the feature `vectors`, .npy or .parquet
     id_dropout: float = number(0.3, 0, 0.99)  # share of a tower's items read by content alone in a warm-up step
+    missing: float = number(0.0, 0, 1)  # share of items that lose a feature, each feature on its own: what gaps cost
 
 
 FEATURES: Mapping[str, str] = {
@@ -131,8 +132,8 @@ class PeftConfig:
 class ProtoFedConfig:
     """ProtoFed-SP: prompts, own rows, prototypes. Defaults of the reference mode (docs/paper_notes.md)."""
 
-    # protofed-sp: private, as printed in the paper, or without noise; protofed: what --share says
-    mode: Literal["reference", "literal", "nodp", "nothing", "private"] = "reference"
+    # protofed-sp: private, as printed in the paper, or without noise
+    mode: Literal["reference", "literal", "nodp", "nothing", "private"] = "reference"  # protofed: what --share says
     ablate: str = ""  # parts left out, comma-separated (ABLATIONS)
     prototypes: int = number(0, 0, 65_536)  # K; 0: as many as the cohort can feed
     seedings: int = number(1, 1, 10_000)  # starts of the k-means of the first prototypes; the tightest is taken
@@ -180,6 +181,7 @@ ABLATIONS: Mapping[str, str] = {
     "prompts": "no prompt at all: own rows only",
     "personal": "nothing personal: routed prototypes only",
     "own-past": "the head adds nothing for the user's own past",
+    "query-time": "the head does not read when a question is asked: ages, half-lives, time of day and hour of the week",
     "item-counts": "the head adds nothing for counts of items",
     "popularity": "popularity is not released",
 }

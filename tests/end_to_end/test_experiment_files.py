@@ -49,7 +49,8 @@ def can_be_private(name: str) -> bool:
 
 def test_there_is_a_file_for_everything_the_paper_shows():
     wanted = {"overall", "private", "paper-size", "warm-up", "peft", "module-size"}
-    assert {path.stem for path in PAPER} == wanted | {"ablations", "sensitivity", "privacy-utility"}
+    ours = {"flagship", "flagship-content", "growth", "content", "content-alone"}
+    assert {path.stem for path in PAPER} == wanted | ours | {"ablations", "sensitivity", "privacy-utility"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -117,6 +118,21 @@ def test_the_private_table_has_every_method_that_can_be_private_at_one_budget():
     assert {cell.config.method for cell in found} == wanted
     assert all(cell.config.privacy.wrap == (cell.config.method != "protofed-sp") for cell in found)
     assert {(cell.config.privacy.target_epsilon, cell.config.privacy.delta) for cell in found} == {(3.4, 1e-5)}
+
+
+def test_the_flagship_stands_beside_rivals_under_its_own_head_with_content_and_without():
+    for name, heads, content in (("flagship", "head", False), ("flagship-content", "head-content", True)):
+        found = named(name)
+        rivals = {cell.config.method for cell in found} - {"protofed", "popularity"}
+        modes = {"nothing", "private"}
+        for dataset in {cell.config.dataset for cell in found}:
+            here = [cell for cell in found if cell.config.dataset == dataset]
+            assert {c.config.protofed.mode for c in here if c.config.method == "protofed"} == modes
+            assert {c.config.method for c in here if c.variant == heads} == rivals
+            assert {bool(c.config.content.features) for c in here} == {content}
+            assert all(c.config.scoring.head for c in here if c.config.method != "popularity")
+    left_out = {c.config.protofed.ablate for c in named("flagship-content")} - {""}
+    assert left_out == {"query-time", "own-past", "item-counts", "prompts", "prototypes", "own-rows"}
 
 
 def test_the_peft_table_has_every_method_of_that_variant():

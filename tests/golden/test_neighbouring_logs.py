@@ -25,12 +25,14 @@ from protofed.methods.baselines.fedavg import FedAvg
 from protofed.methods.baselines.fedprox import FedProx
 from protofed.methods.baselines.fedrap import FedRAP
 from protofed.methods.catalogue import METHODS
+from protofed.methods.noised_popularity import NoisedPopularity
 from protofed.methods.private import REFUSED, WRAPPED, with_dp
 from protofed.methods.protocol import Releasing, World
 from protofed.methods.protofed import ProtoFed
 from protofed.methods.protofed_sp import ProtoFedSP
 from protofed.privacy import descent
 from protofed.privacy.descent import PrivateDescent
+from protofed.privacy.ledger import Release
 from protofed.slices.stream import SliceStream
 
 SETTINGS = {
@@ -191,10 +193,23 @@ def test_popularity_lacks_what_the_missing_user_said_alone(monkeypatch):
     check_popularity(monkeypatch)
 
 
+def check_popularity_alone() -> None:
+    method = NoisedPopularity()
+    (whole, state, world), (without, _, _) = both(method, privacy__noise_multiplier=1.5)
+    assert method.releases(world, state) == (Release(1.5, 1.0, 2, "popularity"),)
+    assert [one.std for one in whole.releases] == [1.5, 1.5]  # the sensitivity is 1
+    assert_neighbouring(whole, without, somebody(tiny_stream()), 1.0)
+
+
+def test_popularity_alone_lacks_what_the_missing_user_said_alone():
+    check_popularity_alone()
+
+
 def test_raw_counts_in_place_of_clipped_votes_are_caught(monkeypatch):
     monkeypatch.setattr(popularity, "clip_introductions", lambda whose, values, radius: values)
-    with pytest.raises(AssertionError, match="1 is priced"):
-        check_popularity(monkeypatch)
+    for check_it in (lambda: check_popularity(monkeypatch), check_popularity_alone):
+        with pytest.raises(AssertionError, match="1 is priced"):
+            check_it()
 
 
 SENSITIVITY = {"central": math.hypot(1.0, 0.25), "secure-aggregation": math.hypot(1.0, 0.25), "local": 2.0}

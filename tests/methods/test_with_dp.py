@@ -24,6 +24,7 @@ from protofed.experiments.run import Experiment
 from protofed.methods.catalogue import METHODS
 from protofed.methods.frozen import rows_for
 from protofed.methods.labels import method_label
+from protofed.methods.noised_popularity import NoisedPopularity
 from protofed.methods.private import WRAPPED, Private, PrivateState, Trainings, as_asked, with_dp
 from protofed.methods.protocol import Releasing, World
 from protofed.privacy.accountant import noise_for
@@ -276,20 +277,22 @@ def test_every_method_is_wrapped_refused_with_one_line_or_has_a_mechanism_of_its
     for name, entry in METHODS.items():
         if isinstance(entry.method, Releasing):
             assert as_asked(entry.method, config) is entry.method
+        elif name == "popularity":
+            assert as_asked(entry.method, config) == NoisedPopularity()
         elif name in PRIVATE:
             assert isinstance(as_asked(entry.method, config), Private)
         else:
             with pytest.raises(ConfigError, match=r"^[^\n]+ cannot be made private: [^\n]+$"):
                 as_asked(entry.method, config)
             refused.append(name)
-    assert refused == ["popularity", "sail-piw", "reloop2"]
+    assert refused == ["sail-piw", "reloop2"]
 
 
 @pytest.mark.parametrize(
     ("name", "changes", "said"),
     [
-        ("popularity", {}, "Popularity cannot be made private: its scores are counts of raw events; run it without"),
-        ("sail-piw", {}, "scaled to mean 1 over a batch of users"),
+        ("popularity", {"privacy__trust": "local"}, "private steps need privacy.trust = central, got local"),
+        ("sail-piw", {}, "SailPIW cannot be made private: its weights are scaled to mean 1 over a batch of users"),
         ("reloop2", {}, "its memory holds errors of single raw events"),
         ("protofed-sp", {"method": "protofed-sp"}, "private in --mode reference"),
         ("ewc", {"privacy__trust": "local"}, "private steps need privacy.trust = central, got local"),

@@ -40,7 +40,9 @@ def run(
     target_epsilon: Annotated[float | None, typer.Option(help="The privacy budget ε of the whole stream.")] = None,
     noise_multiplier: Annotated[float | None, typer.Option(help="Noise of every round, instead of a budget.")] = None,
     trust: Annotated[str | None, typer.Option(help="Who adds the noise: central, secure-aggregation or local.")] = None,
-    ablate: Annotated[list[str] | None, typer.Option(help=f"Leave out a part of {OURS}; repeatable.")] = None,
+    ablate: Annotated[
+        list[str] | None, typer.Option(help=f"Leave out a part of {FLAGSHIP} or {OURS}; repeatable.")
+    ] = None,
     features: Annotated[
         str | None, typer.Option(help="What is known of items: place, category, text, image, vectors; comma-separated.")
     ] = None,

@@ -104,15 +104,17 @@ def learn(model: Model, device: DeviceState, first: int, draws: Draws, period: i
     return end_slice(model, state, (), no_memory(1))
 
 
-def as_query(model: Model, device: DeviceState) -> Queries:
-    """What the device asks: its own history."""
+def as_query(model: Model, device: DeviceState, time: int | None = None) -> Queries:
+    """What the device asks: its own history, at `time`, or when its newest event happened."""
     items, times, at = device.memory.items, device.memory.times, device.device
     length = model.backbone.config.history_length
+    newest = times[-1:] if len(times) else torch.zeros(1, dtype=torch.int64)
+    asked = newest if time is None else torch.tensor([time])
     tokens = torch.cat([torch.tensor([BOS]), items])[-length:]
     tokens = torch.nn.functional.pad(tokens, (length - len(tokens), 0), value=PAD)
     return Queries(
         users=torch.zeros(1, dtype=torch.int64, device=at),
-        times=(times[-1:] if len(times) else torch.zeros(1, dtype=torch.int64)).to(at),
+        times=asked.to(at),
         tokens=tokens[None].to(at),
         offsets=torch.tensor([0, len(items)], device=at),
         past_items=items.to(at),

@@ -125,11 +125,18 @@ class Fitting:
 
 
 def fit_head(
-    examples: Examples, seed: int, how: Fitting | None = None, *, own: bool = True, items: bool = True
+    examples: Examples,
+    seed: int,
+    how: Fitting | None = None,
+    *,
+    own: bool = True,
+    items: bool = True,
+    unread: Sequence[int] = (),
 ) -> Head:
     """The head that answers the questions of the users kept aside best, with the parts that pay there.
 
-    m has to beat the scale of the scores alone, which changes no ranking; r has to beat what is there without it.
+    m has to beat the scale of the scores alone, which changes no ranking; r has to beat what is there without it. m
+    reads none of the numbers `unread`.
     """
     how = how or Fitting()
     learned, kept = split_users(examples, seed, how.folds)
@@ -140,7 +147,7 @@ def fit_head(
     for part, allowed in (("own", own and len(learned.own.x) > 0), ("items", items)):
         if allowed:
             parts = {"own": best.own is not None, "items": best.items is not None} | {part: True}
-            tried = train_head(Head(**parts), learned, kept, best.log_beta.detach(), seed, how)
+            tried = train_head(Head(**parts), learned, kept, best.log_beta.detach(), seed, how, unread)
             best = tried if pays(all_losses(best, kept) - all_losses(tried, kept), kept.users, how.sure) else best
     return best.requires_grad_(False).eval()
 
@@ -171,7 +178,15 @@ def pays(gains: Float[Tensor, " Q"], users: Int[Tensor, " Q"], sure: float) -> b
     return bool(mean > sure * residual.square().sum().sqrt() / len(gains))
 
 
-def train_head(head: Head, learned: Examples, kept: Examples, log_beta: Tensor, seed: int, how: Fitting) -> Head:
+def train_head(
+    head: Head,
+    learned: Examples,
+    kept: Examples,
+    log_beta: Tensor,
+    seed: int,
+    how: Fitting,
+    unread: Sequence[int] = (),
+) -> Head:
     """The head at its best epoch on the questions kept aside."""
     head.log_beta.data.copy_(log_beta)
     with seeded(seed, "head weights"):
@@ -180,6 +195,7 @@ def train_head(head: Head, learned: Examples, kept: Examples, log_beta: Tensor, 
                 nn.init.xavier_uniform_(part.widen.weight)
     if head.own is not None:
         head.own.standardise(learned.own.x)
+        head.own.leave_out(unread)
     if head.items is not None:
         head.items.standardise(item_numbers(learned))
     weights = [p for name, p in head.named_parameters() if name != "log_beta"]

@@ -5,6 +5,7 @@ A few hundred numbers, fitted among all items, so that what was met before is we
 what never leaves a device; r reads counts that the setting allows everybody to have.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,11 @@ class Part(nn.Module):
         self.spread.copy_(x.std(0, correction=0).clamp(min=1e-3))
         self.least.copy_(x.amin(0))
         self.most.copy_(x.amax(0))
+
+    def leave_out(self, numbers: Sequence[int]) -> None:
+        """From now on these numbers count as their mean, whatever they are; in place."""
+        for bound in (self.least, self.most):
+            bound[list(numbers)] = self.centre[list(numbers)]
 
 
 class Head(nn.Module):
@@ -132,12 +138,15 @@ class FittedHead:
 
 
 @torch.no_grad()
-def with_head(fitted: FittedHead, scores: Float[Tensor, "B I"], queries: Queries) -> Float[Tensor, "B I"]:
-    """The final scores of queries whose inner scores are given."""
+def with_head(
+    fitted: FittedHead, scores: Float[Tensor, "B I"], queries: Queries, own: Cells | None = None
+) -> Float[Tensor, "B I"]:
+    """The final scores of queries whose inner scores are given; `own`: what is known of their pasts already."""
     head, counts = fitted.head, fitted.counts
     if not head.worn:
         return scores
     n_items = scores.shape[1]
     y = popularity_numbers(counts, n_items)[None]
     ages = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
-    return add_parts(head, scores, own_cells(queries, n_items), item_cells(queries, counts, n_items), y, ages)
+    own = own_cells(queries, n_items) if own is None else own
+    return add_parts(head, scores, own, item_cells(queries, counts, n_items), y, ages)

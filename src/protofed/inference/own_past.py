@@ -16,6 +16,17 @@ NUMBERS = (
     *("count", "6 hours", "2 days", "14 days", "90 days", "events since", "last event", "followed", "followed lately"),
     *("time of day", "hour of week", "share", "events", "repeat rate", "age", "age squared", "once", "constant"),
 )
+QUERY_TIME = (
+    "6 hours",
+    "2 days",
+    "14 days",
+    "90 days",
+    "followed lately",
+    "time of day",
+    "hour of week",
+    "age",
+    "age squared",
+)
 
 
 def own_past(queries: Queries) -> tuple[Int[Tensor, " P"], Int[Tensor, " P"], Float[Tensor, "P 18"]]:

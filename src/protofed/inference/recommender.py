@@ -21,6 +21,7 @@ from protofed.errors import DataError
 from protofed.inference import device as single
 from protofed.inference.answer import Ready, make_ready, score_next
 from protofed.inference.head import FittedHead, with_head
+from protofed.inference.kept_past import KeptPast, after_event, keep_past, kept_cells
 from protofed.inference.online import online_inference
 from protofed.privacy.draws import Draws, SystemDraws
 from protofed.privacy.ledger import Ledger, Trust
@@ -170,15 +171,22 @@ class Recommender:
             return None
         return remember(new_device(self.model, key), select_events(self.bystanders.memory, beside[:1]))
 
-    def score(self, state: DeviceState) -> Float[torch.Tensor, " I"]:
-        """A score for every item as this device's next one."""
+    def score(
+        self, state: DeviceState, past: KeptPast | None = None, time: int | None = None
+    ) -> Float[torch.Tensor, " I"]:
+        """A score for every item as this device's next one at `time`, by default that of its newest event.
+
+        `past`: what the device keeps of its own past, where that needs not be made anew.
+        """
         if self._ready is not None:
             scores = score_next(self._ready, state)
         else:
             scores = online_inference(self.model, state, single.as_query(self.model, state))[0]
         if self.head is None:
             return scores
-        return with_head(self.head, scores[None], single.as_query(self.model, state))[0]
+        query = single.as_query(self.model, state, time)
+        own = kept_cells(past, int(query.times[0]), len(scores)) if past is not None else None
+        return with_head(self.head, scores[None], query, own)[0]
 
     @cached_property
     def _ready(self) -> Ready | None:
@@ -223,6 +231,17 @@ class Device:
     ) -> None:
         self.recommender, self.state, self.draws, self.unknown = recommender, state, draws, unknown
         self._learned = learned
+        self._past: KeptPast | None = None
+
+    @property
+    def past(self) -> KeptPast | None:
+        """What the head reads of the user's own past, kept up event by event; None without a head that reads it."""
+        head, memory = self.recommender.head, self.state.memory
+        if head is None or head.head.own is None:
+            return None
+        if self._past is None or self._past.n_events != len(memory.items):
+            self._past = keep_past(memory.items.tolist(), memory.times.tolist())
+        return self._past
 
     def recommend(
         self,
@@ -231,8 +250,12 @@ class Device:
         candidates: Iterable[object] | None = None,
         exclude_seen: bool = False,
         why: bool = False,
+        time: int | None = None,
     ) -> list[Recommendation]:
-        """The n best items for the user's next event, best first; nothing changes by asking."""
+        """The n best items for the user's next event, best first; nothing changes by asking.
+
+        `time` (unix seconds) is when the event will happen; by default, when the newest one did.
+        """
         if n < 1:
             raise DataError(f"n must be at least 1, got {n}")
         catalogue, model = self.recommender.catalogue, self.recommender.model
@@ -240,7 +263,7 @@ class Device:
         if exclude_seen:
             among = torch.arange(model.n_items) if among is None else among
             among = among[~torch.isin(among, self.state.memory.items)]
-        ranking = single.best_items(self.recommender.score(self.state), n, among)
+        ranking = single.best_items(self.recommender.score(self.state, self.past, time), n, among)
         items, scores = ranking.items.tolist(), ranking.scores.tolist()
         reasons = self._reasons(items, among) if why else [None] * len(items)
         return [
@@ -253,7 +276,9 @@ class Device:
         (number,) = self.recommender.catalogue.numbers([item])
         last = self.state.memory.times[-1:].tolist()
         when = time if time is not None else max([int(clock.time()), *last])
+        past = self.past
         self.state = single.feedback(self.recommender.model, self.state, number, when, self.draws)
+        self._past = after_event(past, number, when) if past is not None else None
 
     def learn(self) -> None:
         """Learn from all events since the last time, as in a slice of training: prompts and own rows."""

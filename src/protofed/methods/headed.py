@@ -24,6 +24,7 @@ from protofed.federation.popularity import base_votes, rehearse_popularity, rele
 from protofed.inference.fit_head import Examples, examples_of, fit_head, gain_of, join, slim
 from protofed.inference.head import FittedHead, with_head
 from protofed.inference.item_side import ItemCounts, count_items
+from protofed.inference.own_past import NUMBERS, QUERY_TIME
 from protofed.methods.catalogue import private_by_itself, shares_nothing
 from protofed.methods.frozen import Frozen
 from protofed.methods.protocol import Diagnostics, Method, Releasing, World
@@ -62,6 +63,12 @@ class Headed:
     counts: Counts = "base"
     own: bool = True
     items: bool = True
+    query_time: bool = True
+
+    @property
+    def unread(self) -> tuple[int, ...]:
+        """The numbers of the own past that the head leaves out."""
+        return () if self.query_time else tuple(NUMBERS.index(name) for name in QUERY_TIME)
 
     def start(self, world: World) -> HeadedState:
         popularity = self.plan_popularity(world) if self.counts == "released" and self.items else None
@@ -70,7 +77,7 @@ class Headed:
         world.progress("head", 0, None)
         asked = later_half(world.base)
         examples = examples_at(self.inner, world, inner, (0,) if self.counts == "fresh" else AGES, noise, self.counts)
-        head = fit_head(examples, world.config.seed, own=self.own, items=self.items)
+        head = fit_head(examples, world.config.seed, own=self.own, items=self.items, unread=self.unread)
         counts = counts_at(world, self.counts, 0)
         newest = int(asked[-1]) if len(asked) else -1
         return HeadedState(inner, FittedHead(head, counts), newest, world.base.bounds[-1].train_end, noise)
@@ -119,7 +126,7 @@ class Headed:
         backbone = Frozen(new_rows=False)
         start = backbone.start(world)
         pairs = [
-            (examples, fit_head(examples, config.seed, own=self.own))
+            (examples, fit_head(examples, config.seed, own=self.own, unread=self.unread))
             for noise in (0.0, planned.noise_multiplier)
             for examples in [examples_at(backbone, world, start, AGES, noise, "released")]
         ]
@@ -197,7 +204,8 @@ def under_head(method: Method[Any], config: RunConfig) -> Method[Any]:
     if not config.scoring.head:
         return method
     out = ablations_of(config.protofed)
-    return Headed(method, counts_for(config), own="own-past" not in out, items="item-counts" not in out)
+    own, items, query_time = (name not in out for name in ("own-past", "item-counts", "query-time"))
+    return Headed(method, counts_for(config), own, items, query_time)
 
 
 def counts_for(config: RunConfig) -> Counts:

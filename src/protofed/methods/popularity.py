@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from protofed.backbone.training import Descend
@@ -19,7 +19,7 @@ class PopularityState:
     slice_index: int
 
 
-def counts_for(counts: Int[Tensor, " n"], n_items: int) -> Float[Tensor, " I"]:
+def counts_for(counts: Shaped[Tensor, " n"], n_items: int) -> Float[Tensor, " I"]:
     """Counts of items 0 .. n_items - 1; an item that was not counted has 0."""
     kept = counts[:n_items].float()
     return torch.nn.functional.pad(kept, (0, n_items - len(kept)))

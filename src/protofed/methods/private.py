@@ -35,6 +35,7 @@ from protofed.methods.baselines.sail_piw import SailPIW
 from protofed.methods.baselines.synaptic_intelligence import SynapticIntelligence
 from protofed.methods.catalogue import METHODS, has_modes, private_by_itself
 from protofed.methods.frozen import Frozen
+from protofed.methods.noised_popularity import NoisedPopularity, release_asked
 from protofed.methods.popularity import Popularity
 from protofed.methods.protocol import Diagnostics, Method, Releasing, World
 from protofed.methods.protofed_rules import streams_asked
@@ -86,7 +87,6 @@ WRAPPED: Mapping[type, Trainings] = {
     RecICL: Trainings(0, 0),
 }
 REFUSED: Mapping[type, str] = {
-    Popularity: "its scores are counts of raw events",
     SailPIW: "its weights are scaled to mean 1 over a batch of users, which ties users together",
     ReLoop2: "its memory holds errors of single raw events",
 }
@@ -191,6 +191,9 @@ def as_asked(method: Method[Any], config: RunConfig) -> Method[Any]:
     if not config.privacy.wrap:
         return method
     check_private_settings(config)
+    if isinstance(method, Popularity):
+        check_payable(config.privacy, (release_asked(config),))
+        return NoisedPopularity()
     if isinstance(method, Releasing):
         return method
     private = with_dp(method)

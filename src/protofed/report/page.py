@@ -18,6 +18,7 @@ from protofed.methods.labels import label_of
 from protofed.report import opening, provenance
 from protofed.report.ablations import ablation_part
 from protofed.report.beneficiaries import benefits
+from protofed.report.cards import cards
 from protofed.report.cautions import cautions
 from protofed.report.charts import Curve, heat_maps, leading_rows, line_drawing, look_of
 from protofed.report.costs import device_memory, efficiency, equal_bytes
@@ -69,7 +70,7 @@ def build(runs_folder: Path, wanted: Sequence[GridCell] = ()) -> tuple[str, dict
     runs, unfinished = find_runs(runs_folder)
     results = [compute(section) for section in group(runs)]
     warned = cautions(results, unfinished)
-    chapters = [_chapter(found) for found in results]
+    chapters = [_chapter(found, cards(found.section, runs_folder)) for found in results]
     logs = {run.config["dataset"] for run in runs}
     wanted = [cell for cell in wanted if cell.config.dataset in logs]  # others have a report of their own
     of_grid = coverage(wanted, runs, unfinished) if wanted else None
@@ -169,9 +170,9 @@ def _file(name: str) -> str:
     return files("protofed.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _chapter(results: Results) -> Chapter:
+def _chapter(results: Results, of_models: tuple[Part | Missing, ...]) -> Chapter:
     section = results.section
-    found = answers(results)
+    found = (*answers(results), *of_models)
     return Chapter(
         results=results,
         sentences=opening.sentences(results),

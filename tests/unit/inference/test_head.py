@@ -157,6 +157,18 @@ def test_a_part_is_not_asked_beyond_what_it_was_fitted_on():
     assert torch.equal(part(x.amin(0, keepdim=True)), part(x.amin(0, keepdim=True) - 7))
 
 
+def test_a_number_that_is_left_out_changes_nothing():
+    examples, _, _ = planted()
+    which = NUMBERS.index("events since")
+    head = fit_head(examples, seed=0, unread=(which,))
+    assert isinstance(head.own, Part)
+    other = examples.own.x.clone()
+    other[:, which] += torch.rand(len(other))
+    assert torch.equal(head.own(other), head.own(examples.own.x))
+    other[:, NUMBERS.index("last event")] += 1
+    assert not torch.equal(head.own(other), head.own(examples.own.x))
+
+
 def test_a_head_as_made_changes_no_ranking():
     examples, queries, counts = planted(50)
     assert torch.equal(with_head(FittedHead(Head(), counts), examples.scores, queries), examples.scores)

@@ -17,7 +17,7 @@ import protofed
 from protofed.backbone.one_query import embed_history, last_state, lay_out, score_items
 from protofed.client.memory import Memory
 from protofed.client.model import VARIANTS
-from protofed.client.state import select
+from protofed.client.state import from_bytes, select, to_bytes
 from protofed.config import override
 from protofed.data.interactions import from_columns
 from protofed.errors import DataError, RunFolderError
@@ -25,10 +25,12 @@ from protofed.experiments.folder import RunFolder, load_checkpoint
 from protofed.experiments.publish import Surroundings
 from protofed.experiments.run import Experiment
 from protofed.experiments.summary import summarise_run
+from protofed.federation.popularity import base_votes
 from protofed.files import load_tensors, save_tensors
 from protofed.inference import device as single
 from protofed.inference.answer import make_ready, score_next
 from protofed.inference.folder import DEVICES, ITEMS, MODEL
+from protofed.inference.head import FittedHead, Head, with_head
 from protofed.inference.online import online_inference
 from protofed.methods.catalogue import method_named
 from protofed.methods.protocol import World
@@ -391,6 +393,35 @@ def test_a_method_that_is_a_backbone_alone_recommends_as_it_ranked(tmp_path, nam
     device.feedback(loaded.catalogue.item(3))
     device.learn()
     assert device.upload() is None  # there is no rule by which anything would leave
+
+
+def under_a_head():
+    """The model with a head of drawn weights, which reads the own past and the base block's counts."""
+    head = Head()
+    for parameter in head.parameters():
+        parameter.data.normal_(0, 0.5, generator=torch.Generator().manual_seed(0))
+    return replace(model(), head=FittedHead(head.requires_grad_(False), base_votes(tiny_stream().slice_(0))))
+
+
+def test_under_a_head_a_device_keeps_up_with_its_past_and_answers_as_if_it_read_all_of_it():
+    loaded = under_a_head()
+    _, user = user_with(lambda devices, u: bool(devices.met[u]))
+    device = loaded.device(user)
+    newest = int(device.state.memory.times[-1])
+    for number, item in enumerate((3, 8, 3, 5)):
+        device.feedback(loaded.catalogue.item(item), newest + 3_600 * (number + 1))
+    assert device.past.n_events == len(device.state.memory.items)
+    query = single.as_query(loaded.model, device.state)
+    plain = online_inference(loaded.model, device.state, query)
+    expected = with_head(loaded.head, plain, query)[0]
+    torch.testing.assert_close(loaded.score(device.state, device.past), expected, atol=1e-3, rtol=1e-3)
+    assert not torch.allclose(expected, plain[0], atol=0.1)
+    later = newest + 90 * 24 * 3_600  # asked later, the past is older
+    at_last, then = ({r.item: r.score for r in device.recommend(40, time=t)} for t in (None, later))
+    assert any(abs(at_last[item] - then[item]) > 1e-3 for item in at_last.keys() & then.keys())
+    back = from_bytes(to_bytes(device.state, loaded.model), loaded.model)
+    again = protofed.Device(loaded, back, device.draws, learned=0)
+    assert again.recommend(40) == device.recommend(40)
 
 
 @pytest.mark.parametrize("name", ["personal-memory", "popularity"])

@@ -1,6 +1,7 @@
 """Methods under a head: what it is fitted on, which counts it reads, what leaves a device for it, what does not."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from worlds import LENGTH, another_future, every_value, questions, tiny_config, 
 from protofed.backbone.training import PlainDescent
 from protofed.errors import LeakError
 from protofed.federation.popularity import base_votes
+from protofed.inference import fit_head
 from protofed.inference.head import with_head
 from protofed.inference.item_side import count_items
 from protofed.methods import headed
@@ -78,6 +80,38 @@ def test_parts_of_the_head_are_left_out_by_name():
         assert (method.own, method.items) == parts
         head = method.start(World(config, tiny_stream().slice_(0), warmed_up_on(config, tiny_stream())[0])).fitted.head
         assert (head.own is None or method.own, head.items is None or method.items) == (True, True)
+
+
+@cache
+def whole_answers(ablate: str) -> torch.Tensor:
+    """Answers of slice 1 at `nothing`, with every part of the head that is allowed worn."""
+    world = world_of(protofed__ablate=ablate, **NOTHING)
+    method = headed_in(world)
+    state, _ = method.learn(world, method.start(world), tiny_stream().slice_(1), PlainDescent())
+    return method.score(world, state, questions(1)[1])
+
+
+@pytest.mark.parametrize("part", ["own-past", "query-time", "item-counts", "prompts", "prototypes", "own-rows"])
+def test_each_part_of_protofed_is_off_by_one_flag(part, monkeypatch):
+    monkeypatch.setattr(fit_head, "pays", lambda *_: True)
+    without = whole_answers(part)
+    assert without.isfinite().all()
+    assert without.shape == whole_answers("").shape
+    assert not torch.equal(without, whole_answers(""))
+
+
+def test_without_query_time_the_same_past_is_answered_alike_whenever_it_is_asked(monkeypatch):
+    monkeypatch.setattr(fit_head, "pays", lambda *_: True)
+    answers = {}
+    for ablate in ("", "query-time"):
+        world = world_of(protofed__ablate=ablate, **NOTHING)
+        method, queries = headed_in(world), questions(0)[1]
+        state = method.start(world)
+        assert state.fitted.head.own is not None
+        times = (queries.times, queries.times + 5 * 3600)
+        answers[ablate] = [method.score(world, state, replace(queries, times=each)) for each in times]
+    assert torch.equal(*answers["query-time"])
+    assert not torch.equal(*answers[""])
 
 
 def test_old_questions_are_asked_with_old_counts_and_without_rows_of_later_items():
