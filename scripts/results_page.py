@@ -1,4 +1,4 @@
-"""The tables of docs/index.md, docs/results.md, docs/more_logs.md and docs/paper_size.md, rewritten in place from the committed runs.
+"""The tables of results in docs/ (PAGES says on which pages), rewritten in place from the committed runs.
 
 A page shows the rows of a table that a reader asks about first; results/tables has every table with more rows whole.
 

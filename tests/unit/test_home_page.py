@@ -18,8 +18,8 @@ def test_the_table_of_the_home_page_is_that_of_the_exported_runs():
             values = {
                 line["method"]: float(line["mean"])
                 for line in lines
-                if (line["dataset"], line["quantity"], line["candidates"], line["subset"])
-                == (dataset, "ndcg@10", "sampled", subset)
+                if [line[key] for key in ("dataset", "table", "quantity", "candidates", "subset")]
+                == [dataset, "accuracy", "ndcg@10", "sampled", subset]
                 and (place in (0, 3) or (dataset, line["method"]) in private or place == 2)
                 and (place != 2 or line["method"] == "frozen-no-new-rows")
             }
