@@ -1,7 +1,6 @@
 """The cells of a grid on worker processes: finished ones are kept, killed ones continued, failed ones written down."""
 
 import contextlib
-import json
 import math
 import os
 import time
@@ -44,7 +43,6 @@ class Status:
     state: State
     began: float = 0.0  # monotonic clock
     seconds: float = 0.0
-    after_slice: int | None = None
     score: float = math.nan  # mean of A[t, t], NDCG@10, sampled, all events
     error: str = ""
 
@@ -109,16 +107,12 @@ def run_cells(
                 tell(cell, board[cell.folder])
             time.sleep(PAUSE)
             for name, run in list(running.items()):
-                newest = reached(out / name / "log.jsonl", run.said_before)
-                status = look(run, out, board[name], newest)
-                if newest is not None or status.state == "done":
-                    warm.add(run.cell.warm_up)
-                if status != board[name]:
+                status = look(run, out, board[name])
+                if _size(out / name / "log.jsonl") > run.said_before or status.state == "done":
+                    warm.add(run.cell.warm_up)  # the first line of a log tells of the warm-up, which is kept by then
+                if status.state != "running":
+                    del running[name]
                     board[name] = status
-                    if status.state != "running":
-                        del running[name]
-                        if status.state == "done":
-                            _forget(_traceback(run.cell, out))
                     tell(run.cell, status)
     finally:
         stop_all([run.worker for run in running.values()])
@@ -139,35 +133,19 @@ def startable(waiting: Sequence[Cell], running: Sequence[Cell], warm: set[str], 
     return chosen
 
 
-def reached(log: Path, said_before: int) -> int | None:
-    """The newest slice this attempt has learned, -1 right after the warm-up, None before it."""
-    newest = None
-    with contextlib.suppress(FileNotFoundError), open(log, "rb") as file:
-        file.seek(said_before)
-        for line in file:
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that is being written
-                record = json.loads(line)
-                newest = -1 if record["stage"] == "warm-up" else int(record["slice"])
-    return newest
-
-
-def look(run: _Running, out: Path, before: Status, newest: int | None) -> Status:
-    """A running cell's status now, `newest` being the slice it has reached."""
-    folder = out / run.cell.folder
+def look(run: _Running, out: Path, before: Status) -> Status:
+    """A running cell's status now; what a failed one said is kept below `failed` until it succeeds."""
+    folder, path = out / run.cell.folder, out / "failed" / f"{run.cell.folder}.txt"
     ended = run.worker.ended()
     if ended is None:
-        return replace(before, after_slice=newest if newest is not None and newest >= 0 else before.after_slice)
+        return before
     spent = time.monotonic() - before.began
     if ended.code == 0 and RunFolder(folder).finished:
+        _forget(path)
         return replace(_done(folder), began=before.began, seconds=spent)
-    path = _traceback(run.cell, out)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, ended.said or f"the worker said nothing and ended with code {ended.code}\n")
     return replace(before, state="failed", seconds=spent, error=one_line(ended))
-
-
-def _traceback(cell: Cell, out: Path) -> Path:
-    return out / "failed" / f"{cell.folder}.txt"
 
 
 def _forget(traceback: Path) -> None:
