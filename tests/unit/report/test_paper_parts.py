@@ -180,7 +180,7 @@ def test_without_dp_accounting_the_axis_is_the_noise_and_the_page_says_so(
     (only,) = group(find_runs(tmp_path)[0])
     found = part(tradeoff(compute(only)))
     assert "dp-accounting is not installed" in found.note
-    assert {line.cells[-1].text for line in overview([compute(only)]).lines} == {"unpriced"}
+    assert {line.cells[0].text for line in overview([compute(only)]).lines} == {"private, unpriced"}
     assert [row["noise multiplier"] for row in table(csv_of(found.drawings[0]))] == ["1", "2"]
 
 
@@ -331,7 +331,7 @@ def test_a_release_without_noise_is_no_private_row(tmp_path: Path) -> None:
     found = compute(only)
     assert "no row carries a privacy claim" in sentences(found)[1]
     assert isinstance(equal_epsilon(found), Missing)
-    assert {line.cells[-1].text for line in overview([found]).lines} == {"∞"}
+    assert {line.cells[0].text for line in overview([found]).lines} == {"private, ε = ∞", "raw, ε = ∞"}
 
 
 def test_a_private_row_without_a_rival_is_said_to_be_the_only_one(tmp_path: Path) -> None:
@@ -366,6 +366,6 @@ def test_the_first_table_and_figure_hold_the_overall_rows(results: Results) -> N
     e = results.estimates[FULL]["ndcg@10/sampled/all"]
     read = [float(row[name]) for name in ("mean", "low95", "high95")]
     assert read == pytest.approx([e.mean, e.low, e.high], rel=1e-5)
-    epsilon = {line.label: line.cells[-1].text for line in shown.lines}
-    assert epsilon[FULL] == f"{results.prices[FULL].released:.2f}"
-    assert epsilon["frozen"] == ""
+    shares = {line.label: line.cells[0].text for line in shown.lines}
+    assert shares[FULL] == f"private, ε = {results.prices[FULL].released:.2f}"
+    assert shares["frozen"] == "raw"
