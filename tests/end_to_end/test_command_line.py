@@ -303,6 +303,21 @@ def test_a_misspelt_word_is_mended_once(tmp_path, words, near):
 
 
 @pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("recommend", "x", "--user", "a", "-n", "many"), "'many' is not a valid integer"),
+        (("recommend",), "Missing argument 'MODEL'"),
+        (("data", "import"), "Missing argument 'FILE'"),
+        (("run", "--preset"), "'--preset' requires an argument"),
+    ],
+)
+def test_a_call_that_cannot_be_parsed_is_one_line(tmp_path, words, told):
+    line = refused(*words, cwd=tmp_path)
+    assert told in line
+    assert line.endswith("--help`")
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[training]\nnegtives = 3", "unknown config key 'training.negtives'; did you mean 'training.negatives'?"),

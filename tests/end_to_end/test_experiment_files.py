@@ -75,7 +75,8 @@ def test_all_files_can_share_a_folder_and_mean_the_same_run_and_no_run_has_two_f
     for cell in (cell for path in PAPER for cell in cells_of(path)):
         text = to_toml(cell.config)
         assert configs.setdefault(cell.folder, text) == text, cell.folder
-        assert folders.setdefault(text, cell.folder) == cell.folder
+        if cell.variant != "id-only":  # content.toml has its own rows of ID alone, which overall.toml has as well
+            assert folders.setdefault(text, cell.folder) == cell.folder
 
 
 def test_the_overall_table_has_every_method_on_every_log_and_protofed_sp_without_noise():

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from protofed.cli.run import settle
 from protofed.config import RunConfig, override, read_toml
-from protofed.data.interactions import select
+from protofed.data.interactions import fingerprint, select
 from protofed.errors import ConfigError, DataError, LeakError, MachineError, RunFolderError
 from protofed.evaluation.forgetting import accuracy
 from protofed.experiments import folder as folders
@@ -35,7 +35,6 @@ from protofed.experiments.tuning import (
     best_of,
     claim_folder,
     drawn_trials,
-    fingerprint,
     known_outcome,
     note_of,
     pseudo_config,

@@ -42,7 +42,7 @@ ORDER = (
         "privacy",
         "client",
     ),
-    *("server", "inference", "federation", "methods", "experiments", "deployment", "report", "cli"),
+    *("server", "inference", "federation", "methods", "experiments", "deployment", "speed", "report", "cli"),
 )
 WORKSHOP = ("dev", "docs")  # extras of who works on the project: the package imports nothing of them
 HEAVY = ("polars", "dp_accounting", "matplotlib", "jinja2", "typer", "rich", "faiss", "flwr", "transformers", "pandas")

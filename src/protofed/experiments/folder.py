@@ -44,6 +44,7 @@ SORTED_BY = {  # the tables of a finished run, metrics last; ranks stay in the o
 }
 
 LOCK, CHECKPOINT, CHECKSUMS = ".lock", "checkpoint.safetensors", "checksums.json"
+EVENTS = "events"  # in environment.json: a name for the log's events
 FILES = (
     *("config.toml", "environment.json", "ledger.json", "log.jsonl", CHECKPOINT),
     *(f"{name}.parquet" for name in SORTED_BY),
@@ -120,6 +121,17 @@ def _refuse_wrong_kinds(path: Path) -> None:
             raise RunFolderError(f"{path / name} is a folder where a file belongs; remove it and run again")
     if (path / "slices").exists() and not (path / "slices").is_dir():
         raise RunFolderError(f"{path / 'slices'} is a file where a folder belongs; remove it and run again")
+
+
+def refuse_other_log(folder: RunFolder, events: str) -> None:
+    """Refuse to go on, or to show what is finished, with other events than the run began with."""
+    began = events
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # none yet, or from before this was written down
+        began = json.loads((folder.path / "environment.json").read_text(encoding="utf-8")).get(EVENTS, events)
+    if began != events:
+        raise RunFolderError(
+            f"--out {folder.path} holds a run on other events: the log has changed since; choose a new folder"
+        )
 
 
 def describe(folder: RunFolder, environment: Mapping[str, object]) -> None:

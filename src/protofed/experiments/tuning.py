@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from protofed.config import PrivacyConfig, RunConfig, Value, in_range, override, to_toml
-from protofed.data.interactions import InteractionLog, select
+from protofed.data.interactions import InteractionLog, fingerprint, select
 from protofed.errors import ConfigError, DataError, MachineError, ProtoFedError, RunFolderError
 from protofed.evaluation.forgetting import accuracy
 from protofed.experiments.folder import RunFolder, load_checkpoint
@@ -348,16 +348,6 @@ def claim_folder(out: Path, asked: Mapping[str, object]) -> None:
         raise RunFolderError(f"--out {out} is not empty and holds no tune; choose a new folder")
     make_folder(out)
     write_text(path, json.dumps(asked, indent=2) + "\n")
-
-
-def fingerprint(log: InteractionLog) -> str:
-    """A name for the events of a log."""
-    found = hashlib.sha256(log.name.encode())
-    for column in (log.users, log.items, log.times):
-        found.update(column.numpy().tobytes())
-    for ids in (log.user_ids, log.item_ids):
-        found.update(repr(ids.to_pylist()).encode())
-    return found.hexdigest()[:16]
 
 
 def _read_note(path: Path, way_out: str = "delete it, and the trial is judged again") -> dict[str, Any]:
