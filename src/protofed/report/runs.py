@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from protofed.experiments.matrices import Matrix, Measure, matrices
 from protofed.experiments.records import METRICS as METRICS_FILE
 from protofed.experiments.records import Record, Unfinished, parse_config
 from protofed.experiments.store import find_records
-from protofed.privacy.ledger import Ledger, Release, Trust, parse_ledger
+from protofed.privacy.ledger import Ledger, Trust, parse_ledger
 from protofed.report.journal import Told, WarmUp, read_journal, read_warm_up
 from protofed.report.users import Users
 
@@ -33,8 +33,7 @@ class Run:
     matrices: Mapping[Measure, Matrix]
     seconds: Mapping[str, float]  # wall clock by stage
     environment: Mapping[str, Any]
-    ledger: tuple[Mapping[str, Any], ...]
-    releases: Ledger = ()  # the same releases, for pricing
+    releases: Ledger = ()
     trust: Trust = "central"
     journal: tuple[Told, ...] = ()  # what the method told about slices 1..T
     users: Users | None = None  # None where the run kept none
@@ -68,7 +67,6 @@ def read_run(record: Record) -> Run:
         matrices=reported_matrices(record),
         seconds=record.seconds,
         environment=_environment(record),
-        ledger=tuple(_in_words(release) for release in releases),
         releases=releases,
         trust=trust,
         journal=read_journal(log),
@@ -94,10 +92,6 @@ def _releases(record: Record) -> tuple[Ledger, Trust]:
         return parse_ledger(record.texts["ledger"], record.file("ledger"))
     except DataError as problem:
         raise RunFolderError(f"{problem}; delete its folder and run again") from problem
-
-
-def _in_words(release: Release) -> dict[str, Any]:
-    return {key: value for key, value in asdict(release).items() if value is not None}
 
 
 def _environment(record: Record) -> dict[str, Any]:
