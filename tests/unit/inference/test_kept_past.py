@@ -35,7 +35,7 @@ def some_past(n: int, items: int, seed: int = 0) -> list[tuple[int, int]]:
 @given(PAST, st.integers(0, 30 * DAY))
 def test_nothing_gone_the_numbers_are_those_of_the_whole_past(past, later):
     now = max((time for _, time in past), default=0) + later
-    whole, kept = own_cells(queries_of([past], now), 6), kept_cells(folded(past), now, 6)
+    whole, kept = own_cells(queries_of([past], now, 7), 7), kept_cells(folded(past), now, 7)
     assert kept.items.tolist() == whole.items.tolist()
     assert kept.x.numpy() == pytest.approx(whole.x.numpy(), rel=1e-4, abs=1e-4)
 
