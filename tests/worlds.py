@@ -18,6 +18,7 @@ from protofed.backbone.training import Fit, PlainDescent
 from protofed.config import BackboneConfig, RunConfig, override
 from protofed.data.interactions import InteractionLog, from_codes
 from protofed.data.synthetic import drifting_world, preset
+from protofed.data.synthetic_items import describe_items
 from protofed.experiments.evaluate import switched
 from protofed.methods.catalogue import method_named
 from protofed.methods.protocol import World
@@ -68,6 +69,12 @@ def tiny_config(seed: int = 0, **settings: object) -> RunConfig:
 @cache
 def tiny_log() -> InteractionLog:
     return drifting_world(preset("tiny"), stream(0, "tests")).log
+
+
+@cache
+def tiny_items() -> pa.Table:
+    """What a shop would say of the tiny log's items."""
+    return describe_items(drifting_world(preset("tiny"), stream(0, "tests")), stream(0, "items"))
 
 
 @cache

@@ -65,6 +65,7 @@ class TrainingConfig:
     base_epochs: int = number(100, 0, 10**6)  # cap in the base block
     slice_epochs: int = number(30, 0, 10**6)  # cap in a slice
     patience: int = number(3, 1, 10**6)  # epochs without a better validation part before stopping
+    patience_steps: int = number(0, 0, 10**9)  # and at least so many steps without one; 0: epochs alone count
     selection: Literal["sampled", "full"] = "sampled"  # which validation NDCG@10 stops the training
     prompt_rate: float = number(0.5, 0, 1)  # share of warm-up batches that carry a random prompt
 
@@ -91,6 +92,7 @@ class ContentConfig:
     images: str = ""  # folder of the pictures
     vectors: str = ""  # file of the feature `vectors`, .npy or .parquet
     id_dropout: float = number(0.3, 0, 0.99)  # share of a tower's items read by content alone in a warm-up step
+    missing: float = number(0.0, 0, 1)  # share of items that lose a feature, each feature on its own: what gaps cost
 
 
 FEATURES: Mapping[str, str] = {
@@ -130,8 +132,8 @@ class PeftConfig:
 class ProtoFedConfig:
     """ProtoFed-SP: prompts, own rows, prototypes. Defaults of the reference mode (docs/paper_notes.md)."""
 
-    # protofed-sp: private, as printed in the paper, or without noise; protofed: what --share says
-    mode: Literal["reference", "literal", "nodp", "nothing", "private"] = "reference"
+    # protofed-sp: private, as printed in the paper, or without noise
+    mode: Literal["reference", "literal", "nodp", "nothing", "private"] = "reference"  # protofed: what --share says
     ablate: str = ""  # parts left out, comma-separated (ABLATIONS)
     prototypes: int = number(0, 0, 65_536)  # K; 0: as many as the cohort can feed
     seedings: int = number(1, 1, 10_000)  # starts of the k-means of the first prototypes; the tightest is taken

@@ -215,7 +215,7 @@ def settled(tmp_path: Path, ways: dict[str, dict[str, object]]) -> RunConfig:
         (["--device", "tpu9"], "--device must be cpu, cuda or auto, got 'tpu9'"),
         (["--config", "missing.toml"], "no config file at missing.toml"),
         (["--ablate", "shorts"], "unknown ablation 'shorts'; did you mean 'short'?"),
-        (["--mode", "fast"], "protofed.mode must be one of reference, literal, nodp, got 'fast'"),
+        (["--mode", "fast"], "protofed.mode must be one of reference, literal, nodp, nothing, private, got 'fast'"),
         (["--trust", "nobody"], "privacy.trust must be one of central, secure-aggregation, local, got 'nobody'"),
         (["--target-epsilon", "-1"], "privacy.target_epsilon must lie between 0 and"),
     ],

@@ -44,7 +44,7 @@ from protofed.methods.baselines.federated_rounds import (
     train_cohort,
 )
 from protofed.methods.protocol import World
-from protofed.privacy.draws import bernoulli
+from protofed.privacy.draws import SeededDraws, toss_coins
 from protofed.slices.windows import take
 
 INSTALL = "needs Flower: pip install flwr==1.41.0"
@@ -144,7 +144,7 @@ def a_cohort(variant: str = "standard"):
     slice_, state = tiny_stream().slice_(1), start_state(world, prompted=variant == "peft")
     model = with_rows(world, state.backbone, slice_, train=variant == "standard")
     server, data = server_of(replace(state, backbone=model)), slice_data(world, slice_)
-    coin = bernoulli(world.config.seed, "coin", torch.arange(slice_.past.n_users), 0, 0.2)
+    coin = toss_coins(SeededDraws(world.config.seed), torch.arange(slice_.past.n_users), 0, 0.2)
     return world, slice_, state, server, data, select_clients(data, coin[data.users])
 
 

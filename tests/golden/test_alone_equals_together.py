@@ -10,33 +10,43 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from torch import Tensor
-from worlds import LENGTH, tiny_config, tiny_stream, warmed_up_on
+from worlds import LENGTH, tiny_config, tiny_items, tiny_stream, warmed_up_on
 
+from protofed.backbone.content import with_nearest
 from protofed.client.begin import begin_slice
 from protofed.client.codec import CodecTraining, unit
 from protofed.client.memory import events_between, events_until, select_events
 from protofed.client.model import Broadcast, Model, receive
-from protofed.client.state import DeviceState, columns, resize, select
+from protofed.client.state import DeviceState, columns, put, resize, select
 from protofed.client.update import client_update, decay_rates
 from protofed.client.upload import Upload, embed_prompts, make_upload
 from protofed.config import ABLATIONS, RunConfig, override
+from protofed.data.items import load_items
 from protofed.data.prepared import load_log
+from protofed.features.build import content_of
 from protofed.federation import preparation
+from protofed.federation.popularity import base_votes
 from protofed.federation.simulator import draw_step_negatives, events_of
 from protofed.inference.end import Question, end_slice
+from protofed.inference.head import FittedHead, Head
+from protofed.methods.headed import Headed, HeadedState
 from protofed.methods.protocol import World
+from protofed.methods.protofed import ProtoFed
 from protofed.methods.protofed_rules import as_run, round_rule
 from protofed.methods.protofed_sp import ProtoFedSP, ProtoFedState, model_of
 from protofed.privacy.draws import SeededDraws
 from protofed.privacy.upload import RoundRule
-from protofed.slices.histories import trimmed
+from protofed.seeds import stream
+from protofed.slices.histories import Queries, trimmed
 from protofed.slices.stream import SliceStream, TimeSlice
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
-STATE, CODES = 1e-5, 1e-3  # how far states may be apart; share of codes that may differ, by one step
+STATE, SCORES = 1e-5, 1e-4  # how far states and scores may be apart
+CODES = 1e-3  # share of codes that may differ, by one step
 ROUND, DRAWS = 7, SeededDraws(0)
 
 
@@ -50,9 +60,11 @@ class Played:
     upload: Upload
 
 
-def a_world(config: RunConfig, data: SliceStream) -> tuple[World, ProtoFedState]:
-    """A run that has learned the base block, its query encoder for 5 steps instead of 500."""
-    world = World(config, data.slice_(0), warmed_up_on(config, data)[0])
+def a_world(config: RunConfig, data: SliceStream, items: pa.Table | None = None) -> tuple[World, ProtoFedState]:
+    """A run that has learned the base block, its query encoder for 5 steps instead of 500; `items` are described."""
+    backbone, content = warmed_up_on(config, data)[0], content_of(config.content, data.log, items, Path("unused"))
+    backbone = with_nearest(backbone, content, config.content.neighbours) if content else backbone
+    world = World(config, data.slice_(0), backbone)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preparation, "CodecTraining", lambda: CodecTraining(steps=5))
         return world, ProtoFedSP().start(world)
@@ -61,7 +73,7 @@ def a_world(config: RunConfig, data: SliceStream) -> tuple[World, ProtoFedState]
 @cache
 def tiny_world(**settings: object) -> tuple[World, ProtoFedState]:
     config = tiny_config(**{"privacy__sampling_rate": 0.5, "protofed__base_steps": 2, **settings})
-    return a_world(config, tiny_stream())
+    return a_world(config, tiny_stream(), tiny_items())
 
 
 def questions_of(slice_: TimeSlice, places: Tensor, length: int) -> Iterator[Question]:
@@ -99,6 +111,27 @@ def steps_apart(one: Tensor, other: Tensor) -> Tensor:
     return (((apart + 2**31) % 2**32) - 2**31).abs()
 
 
+@cache
+def drawn_head() -> Head:
+    """A head in which no number is zero, as if fitted."""
+    head, rng = Head(), stream(0, "a head of chance")
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=rng)
+    return head
+
+
+def answers(world: World, state: ProtoFedState, devices: DeviceState, queries: Queries) -> Tensor:
+    """What these devices rank by, under a head that reads the base block's counts."""
+    inner, counts = replace(state, devices=devices), base_votes(world.base)
+    return Headed(ProtoFed(), "base").score(world, HeadedState(inner, FittedHead(drawn_head(), counts), -1, 0), queries)
+
+
+def questions_by(slice_: TimeSlice, places: Tensor, length: int) -> Queries:
+    """All that some users are asked on the slice's validation part."""
+    return trimmed(slice_.queries(torch.isin(slice_.validation.users, places).nonzero()[:, 0].numpy(), length))
+
+
 def check(world: World, state: ProtoFedState, slice_: TimeSlice, *, stack: int, alone: int) -> None:
     """A stack of active devices against `alone` of them, one by one."""
     config = as_run(world.config)
@@ -108,7 +141,11 @@ def check(world: World, state: ProtoFedState, slice_: TimeSlice, *, stack: int, 
     rule = round_rule(config, state.library.n_prototypes, state.noise_multiplier, len(devices))
     together = play(model, devices, slice_, active, rule)
     lesson = begin_slice(model, select(devices, active), events_of(slice_, active, devices), DRAWS, slice_.index)[1]
-    for n in np.linspace(0, len(active) - 1, alone).round().astype(int).tolist():
+    chosen = np.linspace(0, len(active) - 1, alone).round().astype(int)
+    asked = questions_by(slice_, active[chosen], model.backbone.config.history_length)
+    assert len(asked), "nobody is asked: a test of nothing"
+    ranked = answers(world, state, put(devices, active, together.state), asked)
+    for n in chosen.tolist():
         lone = play(model, devices, slice_, active[n : n + 1], rule)
         mine = lesson.windows.users == n
         for one, many in zip(lone.negatives, together.negatives, strict=True):
@@ -126,6 +163,9 @@ def check(world: World, state: ProtoFedState, slice_: TimeSlice, *, stack: int, 
         apart = steps_apart(lone.upload.codes, together.upload.codes[n : n + 1])
         assert int(apart.max()) <= 1
         assert int((apart != 0).sum()) <= max(1, CODES * apart.numel())
+        mine = questions_by(slice_, active[n : n + 1], model.backbone.config.history_length)
+        found = answers(world, state, lone.state, replace(mine, users=0 * mine.users))
+        torch.testing.assert_close(found, ranked[asked.users == active[n]], atol=SCORES, rtol=STATE)
 
 
 MODES = [
@@ -142,6 +182,10 @@ MODES = [
     {"privacy__trust": "secure-aggregation"},
     {"protofed__mode": "nodp", "protofed__aggregator": "barycenter"},
     {"stream__row_order_history": True},
+    {"content__features": "place,category"},
+    {"method": "protofed", "protofed__mode": "nothing", "content__features": "place,category"},
+    {"method": "protofed", "protofed__mode": "private", "content__features": "place"},
+    {"protofed__newcomers": "noised", "privacy__newcomer_noise": 1.0},
     *({"protofed__ablate": name} for name in ABLATIONS),
 ]
 
@@ -178,6 +222,10 @@ def gowalla() -> SliceStream:
     "settings",
     [
         *({"protofed.mode": mode} for mode in ("reference", "nodp", "literal")),
+        *(
+            {"protofed.mode": mode, "method": "protofed", "content.features": "place"}
+            for mode in ("nothing", "private")
+        ),
         *(pytest.param({"protofed.ablate": name}, marks=pytest.mark.long) for name in ABLATIONS),
     ],
     ids=lambda settings: next(iter(settings.values())),
@@ -194,5 +242,5 @@ def test_on_gowalla_a_device_alone_is_the_device_in_a_stack_of_512(settings):
     }
     config = override(RunConfig(dataset="gowalla_1k", method="protofed-sp"), few)
     data = gowalla()
-    world, state = a_world(config, data)
+    world, state = a_world(config, data, load_items("gowalla_1k", SHARED))
     check(world, state, data.slice_(1), stack=512, alone=6)

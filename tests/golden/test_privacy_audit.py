@@ -15,7 +15,7 @@ from scipy import stats
 from torch import Tensor
 
 from protofed.privacy.accountant import delta_of, gaussian_epsilon, noise_for
-from protofed.privacy.draws import bernoulli
+from protofed.privacy.draws import uniform
 from protofed.privacy.ledger import Release
 from protofed.privacy.mechanism import Noise, add_gaussian_noise, clip, seeded_noise
 from protofed.privacy.upload import UploadRule
@@ -165,7 +165,7 @@ def composed_losses(arm: bool) -> np.ndarray:
     total = torch.zeros(RUNS, dtype=torch.float64)
     noise = seeded_noise(stream(4, "composed", int(arm)))
     for round_ in range(ROUNDS):
-        present = bernoulli(5, "canary", torch.arange(RUNS), round_, RATE) & torch.tensor(arm)
+        present = (uniform(5, "canary", torch.arange(RUNS), round_) < RATE) & torch.tensor(arm)
         shift = along_canary(release(noised_sums, present, noise)) / sensitivity**2  # N(0 or 1, Z²)
         total += torch.log1p(RATE * torch.expm1((shift - 0.5) / Z**2))
     return total.numpy()

@@ -27,7 +27,7 @@ from protofed.methods.baselines.fedrap import FedRAP
 from protofed.methods.baselines.personal_copies import personal_layout, score_with_copies, with_copies
 from protofed.methods.catalogue import configured
 from protofed.methods.protocol import Releasing, World
-from protofed.privacy.draws import bernoulli
+from protofed.privacy.draws import SeededDraws, toss_coins
 from protofed.privacy.ledger import Release
 from protofed.seeds import numpy_stream
 from protofed.slices.stream import SliceStream, TimeSlice
@@ -76,7 +76,7 @@ def slow_round(world: World, rate: float, epochs: int, clip: float) -> tuple[dic
     data = client_data(slice_.past, slice_.train_positions, length=12, stride=6, rng=rng)
     total, weight, uploads = {n: torch.zeros_like(p) for n, p in model.named_parameters()}, 0, 0
     for u in data.users.tolist():
-        if not bernoulli(seed, "coin", torch.tensor([u]), 0, world.config.privacy.sampling_rate):
+        if not toss_coins(SeededDraws(seed), torch.tensor([u]), 0, world.config.privacy.sampling_rate):
             continue
         windows = take(data.windows, (data.windows.users == u).nonzero()[:, 0])
         client = copy.deepcopy(model).requires_grad_(True)
@@ -297,7 +297,7 @@ def shared_of(state: Any) -> FederatedState:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_noise_of_the_promised_size_reaches_every_coordinate_that_trains(name, variant, monkeypatch):
     """Where nobody's coin falls, what is left of a release is its noise, divided by the fixed q N."""
-    monkeypatch.setattr(federated_rounds, "toss_coins", lambda seed, users, round_, rate: users < 0)
+    monkeypatch.setattr(federated_rounds, "toss_coins", lambda draws, users, round_, rate: users < 0)
     settings = {"privacy__rounds_per_slice": 1, "privacy__noise_multiplier": 2.0, "privacy__clip_radius": 3.0}
     world = world_of(variant=variant, privacy__wrap=True, **settings)
     method = METHODS[name]()
@@ -385,7 +385,7 @@ def test_an_upload_does_not_depend_on_its_clients_earlier_coins(name, variant, m
         """The uploads of a user with these coins, when nobody else takes part."""
         seen = []
 
-        def coin(seed: int, users: Tensor, round_: int, rate: float) -> Tensor:
+        def coin(draws: SeededDraws, users: Tensor, round_: int, rate: float) -> Tensor:
             return (users == user) & mine[round_]
 
         def watched(deltas: Any, radius: float) -> Any:
@@ -411,7 +411,7 @@ def test_an_upload_does_not_depend_on_its_clients_earlier_coins(name, variant, m
 def test_no_upload_is_longer_than_the_radius_and_the_divisor_is_fixed(monkeypatch):
     """With one client and hardly any noise the server moves by radius / (q N), however far the client went."""
     user = int(active_in(1)[0])
-    monkeypatch.setattr(federated_rounds, "toss_coins", lambda seed, users, round_, rate: users == user)
+    monkeypatch.setattr(federated_rounds, "toss_coins", lambda draws, users, round_, rate: users == user)
     settings = {"privacy__noise_multiplier": 1e-9, "privacy__rounds_per_slice": 1, "privacy__clip_radius": 0.05}
     world = world_of(privacy__wrap=True, **settings)
     method = FedAvg(ft_steps=0, rate=1e-2)

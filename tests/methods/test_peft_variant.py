@@ -211,3 +211,6 @@ def test_tables_name_the_variant():
     assert method_label("ewc", "reference", "", variant="peft") == "ewc (peft)"
     assert method_label("ewc", "reference", "", variant="peft", private=True) == "ewc (peft, private)"
     assert method_label("protofed-sp", "nodp", "", variant="standard") == "protofed-sp (nodp)"
+    assert method_label("frozen", "", "", head=True, content="text,place") == "frozen (content: text, place, head)"
+    assert method_label("protofed", "nothing", "", head=True) == "protofed (share nothing)"  # brings its head
+    assert method_label("protofed", "private", "", head=False) == "protofed (share private, no head)"

@@ -150,30 +150,39 @@ def train(
     so_far = kept.load(model, optimiser) if kept else None  # before any step is recorded
     so_far = so_far or SoFar((mean_grade(model, exam),), 0, -1, copy.deepcopy(model.state_dict()))
     if kept:
-        report_epochs(progress, so_far.trace, task.epochs, config.patience)
+        report_epochs(progress, so_far, task.epochs, config)
     step = step_of(model, config, optimiser, descend, extra)
-    while not is_over(so_far.trace, task.epochs, config.patience):
+    while not is_over(so_far, task.epochs, config):
         so_far = next_epoch(model, exam, task, config, step, seed, so_far)
         if kept:
             kept.save(model, optimiser, so_far, is_best=best_of(so_far.trace) == len(so_far.trace) - 1)
-        report_epochs(progress, so_far.trace, task.epochs, config.patience)
+        report_epochs(progress, so_far, task.epochs, config)
     model.load_state_dict(so_far.best)
     optimiser.zero_grad()  # a recorded step's gradients would keep its memory alive
     return at_rest(model), Fit(so_far.trace, so_far.steps_per_epoch, so_far.newest_target, numbers_in(groups))
 
 
-def is_over(trace: tuple[float, ...], epochs: int, patience: int) -> bool:
-    """Whether a training stops here: after its last epoch, or `patience` epochs after its best."""
-    done = len(trace) - 1
-    return done >= epochs or done - best_of(trace) >= patience
+def epochs_to_wait(config: TrainingConfig, steps_per_epoch: int) -> int:
+    """How many epochs may pass without a better one: the patience in epochs and the patience in steps, both."""
+    return max(config.patience, -(-config.patience_steps // steps_per_epoch) if steps_per_epoch else 0)
 
 
-def report_epochs(progress: Progress, trace: tuple[float, ...], epochs: int, patience: int) -> None:
+def last_epoch(so_far: SoFar, epochs: int, config: TrainingConfig) -> int:
+    """The epoch that a training ends with if none is better than the best so far."""
+    return min(epochs, best_of(so_far.trace) + epochs_to_wait(config, so_far.steps_per_epoch))
+
+
+def is_over(so_far: SoFar, epochs: int, config: TrainingConfig) -> bool:
+    """Whether a training stops here: after its last epoch, or when nothing better has come for long enough."""
+    return len(so_far.trace) - 1 >= last_epoch(so_far, epochs, config)
+
+
+def report_epochs(progress: Progress, so_far: SoFar, epochs: int, config: TrainingConfig) -> None:
     """Tell how many epochs are over, and how many there will be if none is better than the best so far."""
-    done = len(trace) - 1
+    done = len(so_far.trace) - 1
     at_most = f"at most {epochs} {'epoch' if epochs == 1 else 'epochs'}"
-    note = f"epoch {done} of at most {epochs}, validation NDCG@10 {trace[-1]:.4f}" if done else at_most
-    progress("epochs", done, min(epochs, best_of(trace) + patience), note)
+    note = f"epoch {done} of at most {epochs}, validation NDCG@10 {so_far.trace[-1]:.4f}" if done else at_most
+    progress("epochs", done, last_epoch(so_far, epochs, config), note)
 
 
 def next_epoch(

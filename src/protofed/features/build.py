@@ -1,5 +1,6 @@
 """From a log and its item table to vectors in the log's numbering: what settings ask for, made now or found kept."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,7 @@ def content_of(
             "import one by `protofed data import LOG --items FILE --as NAME`, or leave the features out"
         )
     made = (make(name, config, items, cache, progress).modality for name in asked)
-    content = Content(tuple(for_log(m, log, items) for m in made))
+    content = Content(tuple(with_gaps(for_log(m, log, items), log, config.missing) for m in made))
     bare = [m.name for m in content.modalities if not m.present.any()]
     if bare:
         raise DataError(f"{log.name}: no item of the log has {bare[0]} in its item table; leave the feature out")
@@ -59,8 +60,9 @@ def make(name: str, config: ContentConfig, items: pa.Table, cache: Path, progres
         found = kept.encode_texts(encoder, texts(items), cache, progress)
         return Made(_modality("text", found), {"without text": found.count(kept.ABSENT)})
     if name == "image":
+        files = image_files(items, config.images)
         encoder = encoders.image_encoder(config.image_model)
-        found = kept.encode_images(encoder, image_files(items, config.images), cache, progress)
+        found = kept.encode_images(encoder, files, cache, progress)
         notes = {"without a picture": found.count(kept.ABSENT), "with a file that is none": found.count(kept.BROKEN)}
         return Made(_modality("image", found), notes)
     if name == "vectors":
@@ -82,6 +84,16 @@ def for_log(whole: Modality, log: InteractionLog, items: pa.Table) -> Modality:
     there = torch.from_numpy(pc.is_valid(rows).to_numpy(zero_copy_only=False))
     at = torch.from_numpy(pc.fill_null(rows, 0).to_numpy().astype("int64"))
     return modality(whole.name, whole.vectors[at], whole.present[at] & there)
+
+
+def with_gaps(whole: Modality, log: InteractionLog, share: float) -> Modality:
+    """Without the vectors of a share of the items, by a hash of feature and identifier: a larger share takes more."""
+    if not share:
+        return whole
+    names = (f"{whole.name} {item}".encode() for item in log.item_ids.to_pylist())
+    draws = [int.from_bytes(hashlib.sha256(name).digest()[:8], "big") / 2**64 for name in names]
+    kept_ones = torch.tensor(draws, dtype=torch.float64) >= share
+    return modality(whole.name, whole.vectors, whole.present & kept_ones)
 
 
 def image_files(items: pa.Table, folder: str) -> list[Path | None]:

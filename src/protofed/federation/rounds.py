@@ -1,13 +1,9 @@
-"""What every federated method's rounds have in common: coins, the server's noise, reports and costs."""
+"""What every federated method's rounds have in common: the server's noise, their timetable, reports and costs."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from jaxtyping import Bool, Int
-from torch import Tensor
-
-from protofed.privacy.draws import bernoulli
 from protofed.privacy.mechanism import Noise, seeded_noise
 from protofed.seeds import stream
 from protofed.server.aggregate import RoundReport
@@ -24,11 +20,6 @@ class Costs:
 
     def diagnostics(self) -> dict[str, int | float]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
-
-
-def toss_coins(seed: int, users: Int[Tensor, " N"], round_: int, rate: float) -> Bool[Tensor, " N"]:
-    """Who is asked for an upload in a round: every user's coin is independent of all else, as accounting needs."""
-    return bernoulli(seed, "coin", users, round_, rate)
 
 
 def server_noise(seed: int, round_: int) -> Noise:

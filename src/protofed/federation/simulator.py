@@ -20,7 +20,7 @@ from protofed.client.update import StepReport, client_update, decay_rates, draw_
 from protofed.client.upload import Upload, embed_prompts, make_upload
 from protofed.federation.rounds import server_noise, summarise_rounds, timetable
 from protofed.inference.end import end_slice, validation_questions
-from protofed.privacy.draws import Draws, SeededDraws
+from protofed.privacy.draws import Draws, SeededDraws, toss_coins
 from protofed.privacy.upload import RoundRule
 from protofed.progress import Progress, silent
 from protofed.seeds import stream
@@ -160,7 +160,7 @@ def ask_devices(
 
     Where the server adds the noise, who has nothing to say stays silent; where devices add it they all send their part.
     """
-    coins = schedule.draws.uniform("coin", devices.users, round_) < schedule.sampling_rate
+    coins = toss_coins(schedule.draws, devices.users, round_, schedule.sampling_rate)
     idle = torch.ones_like(coins)
     for stack in stacks:
         places = stack.places.to(coins.device)

@@ -85,7 +85,7 @@ METHODS: Mapping[str, Entry] = {
     ),
     FLAGSHIP: Entry(
         ProtoFed(),
-        "ProtoFed-SP's devices under a head over the user's own past; --share says what may leave them",
+        "ProtoFed-SP's devices under a head over their own past; --share says what leaves them",
         {"protofed.mode": "private", "scoring.head": True},
         modes=("nothing", "private"),
         private_mode="private",

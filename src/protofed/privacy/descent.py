@@ -22,7 +22,7 @@ from protofed.backbone.one_window import TABLE, OneWindowLoss
 from protofed.backbone.recorded import Shape
 from protofed.backbone.training import WindowLosses
 from protofed.errors import ProtoFedError
-from protofed.privacy.draws import bernoulli, uniform
+from protofed.privacy.draws import SeededDraws, toss_coins, uniform
 from protofed.privacy.mechanism import add_gaussian_noise, seeded_noise
 from protofed.privacy.user_gradients import Gradients, chunks, clipped_sum, gradients_of, windows_at_once
 from protofed.seeds import stream
@@ -99,7 +99,7 @@ class PrivateDescent:
 
     def sampled(self, round_: int) -> np.ndarray:
         """Each user's coin of the round, independent of all others and of everything released."""
-        return bernoulli(self.seed, "coin", torch.arange(self.n_users), round_, self.sampling_rate).numpy()
+        return toss_coins(SeededDraws(self.seed), torch.arange(self.n_users), round_, self.sampling_rate).numpy()
 
     def cohort(self, past: Histories, positions: np.ndarray, round_: int, *, length: int, stride: int) -> Windows:
         """The sampled users' windows over the events at these positions, at most `windows_per_user` of each."""

@@ -71,14 +71,6 @@ def normal(
     return drawn
 
 
-def bernoulli(seed: int, purpose: str, users: Int[Tensor, " U"], round_: int, rate: float) -> Bool[Tensor, " U"]:
-    """A coin for each user, true with probability `rate`: the Poisson sampling of a round's cohort.
-
-    The coin of a round is independent of all earlier coins and of everything released, as accounting needs.
-    """
-    return uniform(seed, purpose, users, round_) < rate
-
-
 def event_keys(users: Int[Tensor, " W"], events: Int[Tensor, " W"]) -> Int[Tensor, " W"]:
     """A number for each (user, index of the user's own event), to draw by in place of the user's."""
     words = (events & MASK, events >> 32 & MASK, users & MASK, users >> 32 & MASK)
@@ -107,6 +99,14 @@ class Draws(Protocol):
     def tokens(self, users: Int[Tensor, " U"], round_: int) -> Int[Tensor, " U"]:
         """What tells a device's uploads of a round apart from all others, and tells nothing else."""
         ...
+
+
+def toss_coins(draws: Draws, users: Int[Tensor, " U"], round_: int, rate: float) -> Bool[Tensor, " U"]:
+    """Whom a round asks for an upload: Poisson sampling, a coin for each user, true with probability `rate`.
+
+    The coin of a round is independent of all earlier coins and of everything released, as accounting needs.
+    """
+    return draws.uniform("coin", users, round_) < rate
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,7 @@ def _empty_slices(section: Section) -> Iterator[str]:
 def _short_warm_up(section: Section) -> Iterator[str]:
     """A backbone that early stopping left next to untrained handicaps every row alike."""
     runs = [run for row in section.rows for run in row.runs if run.warm_up is not None and run.warm_up.stopped_early]
+    runs = [run for run in runs if not run.config.get("training", {}).get("patience_steps")]
     found = [(run, run.warm_up) for run in runs if run.warm_up is not None and run.warm_up.steps < LEAST_WARM_UP]
     if found:
         least, most = (pick(warm_up.steps for _, warm_up in found) for pick in (min, max))
@@ -110,7 +111,7 @@ def _short_warm_up(section: Section) -> Iterator[str]:
         yield (
             f"the backbone's warm-up was at its best after {_between(least, most)} steps, and early stopping ended it; "
             f"with {epoch} steps an epoch, a patience of {patience} epochs may give up too soon: "
-            "run with --set training.patience=20 and compare."
+            "run with --set training.patience_steps=300 and compare."
         )
 
 

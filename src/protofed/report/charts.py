@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
 from protofed.evaluation.significance import mean_and_std
 from protofed.methods.catalogue import METHODS
-from protofed.methods.names import OURS
+from protofed.methods.names import FLAGSHIP, OURS
 from protofed.report.layout import Drawing
 from protofed.report.sections import Row, is_noised
 from protofed.report.tables import MAIN, Results, key_of
@@ -20,7 +20,8 @@ from protofed.report.variants import side_rows
 MOST_DRAWN = 8  # rows in a figure
 DASHED, DOTTED = "6 3", "2 2"
 STEP = 0.387  # of a circle: neighbours in the catalogue, and the methods that often lead, get hues far apart
-FIRST_HUE, HUES = 55.0, 290.0  # the others keep clear of the orange of OURS
+FIRST_HUE, HUES = 55.0, 290.0  # the others keep clear of ours
+OUR_COLOURS = {OURS: "var(--ours)", FLAGSHIP: "hsl(0 75% var(--tone))"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,9 @@ class Look:
 
 
 def colour_of(method: str) -> str:
-    """The colour of a method in every figure: ours orange, trivial methods grey, a hue of its own for any other."""
-    if method == OURS:
-        return "var(--ours)"
+    """The colour of a method in every figure: ours orange or red, trivial ones grey, a hue of its own for any other."""
+    if method in OUR_COLOURS:
+        return OUR_COLOURS[method]
     names = [name for name, entry in METHODS.items() if name != OURS]
     place = names.index(method) if method in names else len(names)
     if method in names and METHODS[method].trivial:
@@ -89,13 +90,6 @@ def heat_maps(name: str, caption: str, matrices: Mapping[str, Float[np.ndarray, 
     rows = [(label, s, *of_slice.round(4).tolist()) for label, a in matrices.items() for s, of_slice in enumerate(a)]
     header = ("method", "slice_tested", *(f"after {t}" for t in range(size)))
     return Drawing(name, caption, "map", header, tuple(rows), "trained up to slice", "tested on slice")
-
-
-def frontier(x: Float[np.ndarray, " N"], y: Float[np.ndarray, " N"]) -> Bool[np.ndarray, " N"]:
-    """Who is beaten by nobody, where less x and more y are better."""
-    beaten = (x[None] <= x[:, None]) & (y[None] >= y[:, None]) & ((x[None] < x[:, None]) | (y[None] > y[:, None]))
-    known = np.isfinite(x) & np.isfinite(y)
-    return np.asarray(known & ~(beaten & known[None]).any(1))
 
 
 def finite_rows(rows: Sequence[tuple[object, ...]]) -> tuple[tuple[object, ...], ...]:

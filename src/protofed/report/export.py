@@ -8,31 +8,18 @@ from protofed.privacy.accountant import adjacency
 from protofed.privacy.ledger import Release
 from protofed.report.costs import COLUMNS as COSTS
 from protofed.report.costs import cost_block, cost_of
-from protofed.report.intervals import Intervals
-from protofed.report.layout import MISSING, Cell, Column, estimate_cells, interval, number, to_csv
+from protofed.report.layout import MISSING, Cell, Column, Line, Table, to_csv
 from protofed.report.prices import Price, Terms, price_of, terms_of
 from protofed.report.provenance import claim_of
 from protofed.report.sections import Row
-from protofed.report.tables import CONTINUAL, HEADLINE, NAMES, Results, key_of
+from protofed.report.tables import CONTINUAL, HEADLINE, Results, distances, headline, key_of
 
-ACCURACY = tuple(key_of(measure) for measure in HEADLINE)
-FORGETTING = ("AF", "BWT")
 RELEASE = ("noise multiplier", "rate", "rounds", "uploads", "δ", "ε", "trust", "adjacency")
 TIDY = (
     *("dataset", "method", "seeds", "table", "quantity", "candidates", "subset", "stream", "minus"),
     *("mean", "std", "low95", "high95", "text"),
 )
 Write = Callable[[Sequence[Results], Sequence[str]], str]
-
-
-@dataclass(frozen=True, slots=True)
-class Sheet:
-    """One table as words: heading cells with the heading above each, then rows; `best` marks what is set bold."""
-
-    name: str
-    caption: str
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[str, tuple[Cell, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,75 +31,45 @@ class Priced:
     price: Price
 
 
-def overall(results: Results) -> Sheet:
-    """Accuracy, AF and BWT of every row: mean and standard deviation over seeds, the best row first."""
-    rows = _best_first(results)
-    columns = [Column(f"{c}, {s}", NAMES[m]) for c, s, m in HEADLINE]
-    columns += [Column(name, lower_is_better=CONTINUAL[name].lower_is_better) for name in FORGETTING]
-    by_column = [
-        [replace(results.estimates[row.label][key], low=math.nan, high=math.nan) for row in rows]  # too wide for paper
-        for key in (*ACCURACY, *FORGETTING)
-    ]
-    cells = [estimate_cells(column, found) for column, found in zip(columns, by_column, strict=True)]
-    section = results.section
-    return Sheet(
-        f"{section.slug}-overall",
-        f"{section.title}: mean of A[t, t] over slices 1 to {section.n_slices}, ± standard deviation over seeds; "
-        f"sampled: 1 positive and {section.n_candidates - 1} negatives; full: every item; lower AF is better",
-        tuple(columns),
-        tuple((row.label, tuple(column[place] for column in cells)) for place, row in enumerate(rows)),
+def accuracy(results: Results) -> Table:
+    """The page's first table with standard deviations alone: intervals beside them are too wide for paper."""
+    table = headline(results)
+    lines = [replace(line, cells=tuple(replace(c, interval="") for c in line.cells)) for line in table.lines]
+    n = results.section.n_candidates - 1
+    told = f"± standard deviation over seeds; sampled: 1 positive and {n} negatives; full: every item"
+    return replace(table, caption=f"{table.caption}, {told}; lower AF is better", lines=tuple(lines), footer=())
+
+
+def differences(results: Results) -> Table | None:
+    """The page's distances to the best row, which each heading names."""
+    table = distances(results)
+    named = [replace(c, group=f"{c.group}, {c.label}", label=c.hint) for c in table.columns] if table else []
+    return table and replace(table, caption=f"{results.section.title}: {table.caption}", columns=tuple(named))
+
+
+def costs(results: Results, order: Sequence[Line]) -> Table | None:
+    """Bytes, trainable numbers and seconds of every row; None where no run tells any."""
+    columns, cells = cost_block(results.section)
+    caption = (
+        f"{results.section.title}: what a client sends and receives in a round, numbers that learn, and seconds of "
+        "learning, which compare only on the same hardware; blank where a method does not tell"
     )
+    lines = tuple(Line(line.label, tuple(cells[line.label])) for line in order)
+    return Table(f"{results.section.slug}-costs", caption, tuple(columns), lines) if columns else None
 
 
-def differences(results: Results) -> Sheet | None:
-    """NDCG@10 of each row minus the best row's, with its interval; None where no row kept its users."""
-    pairs = [(candidates, subset) for candidates, subset, metric in HEADLINE if metric == "ndcg@10"]
-    found = [results.intervals[pair] for pair in pairs]
-    if not any(intervals.best for intervals in found):
-        return None
-    columns = [
-        Column(f"{candidates}, {subset}", f"minus {intervals.best}" if intervals.best else "")
-        for (candidates, subset), intervals in zip(pairs, found, strict=True)
-    ]
-    rows = _best_first(results)
-    return Sheet(
-        f"{results.section.slug}-differences",
-        f"{results.section.title}: NDCG@10 minus that of the best row, 95 % paired bootstrap interval over users",
-        tuple(columns),
-        tuple((row.label, tuple(_gap(intervals, row.label) for intervals in found)) for row in rows),
-    )
-
-
-def privacy(results: Results) -> Sheet | None:
+def privacy(results: Results) -> Table | None:
     """What ε is computed from, and ε, a line for each stream of each private row; None where nothing was released."""
-    found = price_rows(results)
-    if not found:
-        return None
-    rows = [
-        (_released_by(one, release), tuple(Cell(text) for text in _release_words(one, release)))
-        for one in found
+    lines = tuple(
+        Line(_released_by(one, release), tuple(map(Cell, _release_words(one, release))))
+        for one in price_rows(results)
         for release in one.price.ledger
-    ]
+    )
     caption = (
         f"{results.section.title}: what was released, and ε per user of all streams of a row together, "
         f"against who sees what is released. {claim_of(run for row in results.section.rows for run in row.runs)}"
     )
-    return Sheet(f"{results.section.slug}-privacy", caption, tuple(map(Column, RELEASE)), tuple(rows))
-
-
-def costs(results: Results) -> Sheet | None:
-    """Bytes, trainable numbers and seconds of every row; None where no run tells any."""
-    columns, cells = cost_block(results.section)
-    if not columns:
-        return None
-    rows = _best_first(results)
-    return Sheet(
-        f"{results.section.slug}-costs",
-        f"{results.section.title}: what a client sends and receives in a round, numbers that learn, and seconds of "
-        "learning, which compare only on the same hardware; blank where a method does not tell",
-        tuple(columns),
-        tuple((row.label, tuple(cells[row.label])) for row in rows),
-    )
+    return Table(f"{results.section.slug}-privacy", caption, tuple(map(Column, RELEASE)), lines) if lines else None
 
 
 def price_rows(results: Results) -> tuple[Priced, ...]:
@@ -128,10 +85,11 @@ def price_rows(results: Results) -> tuple[Priced, ...]:
     return tuple(found)
 
 
-def sheets(results: Results) -> tuple[Sheet, ...]:
+def tables(results: Results) -> tuple[Table, ...]:
     """Every table of a section that has something to show."""
-    found = (overall(results), differences(results), costs(results), privacy(results))
-    return tuple(sheet for sheet in found if sheet)
+    first = accuracy(results)
+    found = (first, differences(results), costs(results, first.lines), privacy(results))
+    return tuple(table for table in found if table)
 
 
 def to_markdown(results: Sequence[Results], warned: Sequence[str]) -> str:
@@ -139,8 +97,8 @@ def to_markdown(results: Sequence[Results], warned: Sequence[str]) -> str:
     lines: list[str] = []
     for found in results:
         lines += [f"## {_md(found.section.title)}", ""]
-        for sheet in sheets(found):
-            lines += [_md(sheet.caption), "", *_md_table(sheet), ""]
+        for table in tables(found):
+            lines += [_md(table.caption), "", *_md_table(table), ""]
     if warned:
         lines += ["## Read with care", "", *(f"- {_md(line)}" for line in warned), ""]
     return "\n".join(lines)
@@ -150,8 +108,8 @@ def to_latex(results: Sequence[Results], warned: Sequence[str]) -> str:
     """Tables to \\input into a document that loads booktabs; the best of a column in bold."""
     lines = ["% needs \\usepackage{booktabs}"]
     for found in results:
-        for sheet in sheets(found):
-            lines += ["", *_tex_table(sheet)]
+        for table in tables(found):
+            lines += ["", *_tex_table(table)]
     lines += ["", *(f"% {_one_line(line)}" for line in warned)] if warned else []
     return "\n".join(lines) + "\n"
 
@@ -199,22 +157,6 @@ def _spread(mean: float, std: float, low: float = math.nan, high: float = math.n
     return {"mean": mean, "std": std, "low95": low, "high95": high}
 
 
-def _best_first(results: Results) -> list[Row]:
-    return sorted(results.section.rows, key=lambda row: (-_known(results, row), row.label))
-
-
-def _known(results: Results, row: Row) -> float:
-    mean = results.estimates[row.label][ACCURACY[0]].mean
-    return mean if math.isfinite(mean) else -math.inf
-
-
-def _gap(intervals: Intervals, label: str) -> Cell:
-    if label == intervals.best:
-        return Cell("best", best=True)
-    gap = intervals.behind.get(label)
-    return Cell(number(gap.mean), "", interval(gap.low, gap.high), gap.mean) if gap else Cell(MISSING)
-
-
 def _released_by(released: Priced, release: Release) -> str:
     """The row and the stream; the seeds too, where others of the row released something else."""
     alike = released.seeds == released.row.seeds
@@ -240,12 +182,12 @@ def _words(cell: Cell) -> str:
     return " ".join(part for part in (cell.text, cell.spread.replace("±", "± "), cell.interval) if part)
 
 
-def _md_table(sheet: Sheet) -> list[str]:
-    heads = [_md(" ".join(part for part in (column.group, column.label) if part)) for column in sheet.columns]
+def _md_table(table: Table) -> list[str]:
+    heads = [_md(" ".join(part for part in (column.group, column.label) if part)) for column in table.columns]
     lines = [f"| method | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
-    for label, cells in sheet.rows:
-        shown = [f"**{_words(cell)}**" if cell.best else _words(cell) for cell in cells]
-        lines.append(f"| {_md(label)} | {' | '.join(map(_md_bar, shown))} |")
+    for line in table.lines:
+        shown = [f"**{_words(cell)}**" if cell.best else _words(cell) for cell in line.cells]
+        lines.append(f"| {_md(line.label)} | {' | '.join(map(_md_bar, shown))} |")
     return lines
 
 
@@ -261,19 +203,19 @@ def _md_bar(text: str) -> str:
     return text.replace("|", "\\|").replace("[", "\\[").replace("]", "\\]")
 
 
-def _tex_table(sheet: Sheet) -> list[str]:
+def _tex_table(table: Table) -> list[str]:
     body = [
-        f"{_tex_label(label)} & {' & '.join(_tex_bold(cell) for cell in cells)} \\\\" for label, cells in sheet.rows
+        f"{_tex_label(line.label)} & {' & '.join(_tex_bold(cell) for cell in line.cells)} \\\\" for line in table.lines
     ]
     return [
         "\\begin{table*}[t]",
         "\\centering\\scriptsize\\setlength{\\tabcolsep}{3pt}",
-        f"\\caption{{{_tex(sheet.caption)}}}",
-        f"\\label{{tab:{sheet.name}}}",
-        f"\\begin{{tabular}}{{l{'r' * len(sheet.columns)}}}",
+        f"\\caption{{{_tex(table.caption)}}}",
+        f"\\label{{tab:{table.name}}}",
+        f"\\begin{{tabular}}{{l{'r' * len(table.columns)}}}",
         "\\toprule",
-        *_tex_groups(sheet.columns),
-        f"method & {' & '.join(_tex(column.label) for column in sheet.columns)} \\\\",
+        *_tex_groups(table.columns),
+        f"method & {' & '.join(_tex(column.label) for column in table.columns)} \\\\",
         "\\midrule",
         *body,
         "\\bottomrule",

@@ -1,8 +1,9 @@
-"""The first page: for each data set three sentences and five rows, then every row of every data set in one table."""
+"""The first page: of each data set three sentences and five rows with what they share, then all rows in one table."""
 
 import math
 from collections.abc import Sequence
 
+from protofed.methods.names import FLAGSHIP
 from protofed.report.layout import (
     Cell,
     Column,
@@ -23,20 +24,28 @@ KEY = key_of(MAIN)
 MOST_ROWS = 5
 MEASURES = (MAIN, ("sampled", "all", "hr@10"), ("sampled", "novel", "ndcg@10"), ("full", "novel", "ndcg@10"))
 WORDS = dict(zip(MEASURES, ("NDCG@10", "HR@10", "novel events", "novel events in the full ranking"), strict=True))
-OURS_NAME = "ProtoFed-SP"
+DIAL = Column("share", "", "what leaves a device after the base block", ranked=False, text=True)
+EPSILON = Column("ε", "", "of the whole ledger, against who sees what is released; blank: no claim", ranked=False)
+
+
+def our_name(results: Sequence[Results]) -> str:
+    """What our rows are called together."""
+    methods = {row.method for found in results for row in found.section.rows}
+    return "ProtoFed" if FLAGSHIP in methods else "ProtoFed-SP"
 
 
 def sentences(found: Results) -> tuple[str, str, str]:
-    """Of one data set: who wins, who wins among private rows, and where ProtoFed-SP loses."""
-    return f"Wins: {_best(found)}; {_significant(found)}.", f"With privacy: {best_private(found)}.", _loss(found)
+    """Of one data set: who wins, who wins with privacy and without sharing, and where ours loses."""
+    private = f"With privacy: {best_private(found)}{_sharing_nothing(found)}."
+    return f"Wins: {_best(found)}; {_significant(found)}.", private, _loss(found)
 
 
 def across(results: Sequence[Results]) -> str:
-    """Of several data sets, one sentence: on which of them ProtoFed-SP wins, of all rows and of those with privacy."""
+    """Of several data sets, one sentence: on which of them ours wins, of all rows and of those with privacy."""
     leads = [found.section.title for found in results if any(row.is_ours for row in rank_rows(found)[:1])]
     private = [found.section.title for found in results if any(row.is_ours for row in _private_rows(found)[:1])]
     first, among = _of(leads, results), _of(private, results)
-    return f"{OURS_NAME} is first of all rows on {first}, and first of the private rows on {among}."
+    return f"{our_name(results)} is first of all rows on {first}, and first of the private rows on {among}."
 
 
 def digest(found: Results) -> Table:
@@ -50,7 +59,7 @@ def digest(found: Results) -> Table:
     table = table_of_estimates(f"{found.section.slug}-digest", "", columns, shown)
     standing = Column("place", "", f"by NDCG@10, sampled candidates, all events, of {len(rows)} rows", ranked=False)
     places = {label: [Cell(f"{place[label]} of {len(rows)}", value=float(place[label]))] for label, _, _ in shown}
-    return beside(beside(table, *_epsilons([found], [label for label, _, _ in shown])), [standing], places)
+    return beside(beside(table, *_dial([found], [label for label, _, _ in shown])), [standing], places)
 
 
 def overview(results: Sequence[Results]) -> Table:
@@ -64,7 +73,7 @@ def overview(results: Sequence[Results]) -> Table:
         for label, row in by_label.items()
     ]
     table = table_of_estimates("overview", "", columns, rows)
-    return beside(table, *_epsilons(results, list(by_label)))
+    return beside(table, *_dial(results, list(by_label)))
 
 
 def forest(found: Results) -> Drawing:
@@ -103,6 +112,12 @@ def best_private(found: Results) -> str:
     return f"{best.label} with NDCG@10 {number(known_mean(found, best))} ({found.prices[best.label].words}), {among}"
 
 
+def _sharing_nothing(found: Results) -> str:
+    """The best row whose devices tell nothing after the base block."""
+    silent = next((row for row in rank_rows(found) if row.share == "nothing"), None)
+    return f"; sharing nothing (ε = 0): {silent.label} with {number(known_mean(found, silent))}" if silent else ""
+
+
 def rivals_of_the_best(found: Results) -> dict[str, bool]:
     """Every other row of the overall comparison, and whether its distance to the best may be chance over users."""
     intervals = found.intervals[MAIN[0], MAIN[1]]
@@ -122,9 +137,10 @@ def known_mean(found: Results, row: Row) -> float:
 def _five(found: Results) -> list[Row]:
     """The rows that a reader asks about first, filled up with the next best ones."""
     rows, private = rank_rows(found), _private_rows(found)
+    free = [row for row in rows if row.is_ours and row not in private]
     asked = [
         rows[:1],
-        [row for row in rows if row.is_ours and row not in private][:1],
+        sorted(free, key=lambda row: row.share != "nothing")[:1],
         [row for row in private if row.is_ours][:1],
         [row for row in private if not row.is_ours][:1],
         [row for row in rows if row.is_trivial][:1],
@@ -168,7 +184,7 @@ def _loss(found: Results) -> str:
     """Every measure that another row leads: our best row's number, the leader's and its name."""
     ours = [row for row in rank_rows(found) if row.is_ours]
     if not ours:
-        return f"There is no {OURS_NAME} row."
+        return f"There is no {our_name([found])} row."
     own = found.estimates[ours[0].label]
     lost = []
     for measure in MEASURES:
@@ -180,8 +196,8 @@ def _loss(found: Results) -> str:
         if top > _last(own[key].mean):
             lost.append(f"{WORDS[measure]} {number(own[key].mean)} against {number(top)} ({label})")
     if not lost:
-        return f"Where {OURS_NAME} loses: nowhere; its best row, {ours[0].label}, leads every column."
-    return f"Where {OURS_NAME} loses ({ours[0].label}): {', '.join(lost)}."
+        return f"Where {our_name([found])} loses: nowhere; its best row, {ours[0].label}, leads every column."
+    return f"Where {our_name([found])} loses ({ours[0].label}): {', '.join(lost)}."
 
 
 def _of(titles: Sequence[str], results: Sequence[Results]) -> str:
@@ -204,22 +220,20 @@ def _estimate(found: Results, label: str, key: str) -> Estimate:
     return found.estimates[label][key] if label in found.estimates else Estimate(math.nan)
 
 
-def _epsilons(results: Sequence[Results], labels: Sequence[str]) -> tuple[list[Column], dict[str, list[Cell]]]:
-    """A column of ε where something was released; the dearest data set counts."""
-    prices: dict[str, list[float]] = {}
+def _dial(results: Sequence[Results], labels: Sequence[str]) -> tuple[list[Column], dict[str, list[Cell]]]:
+    """What each row shares and its ε, the dearest data set counting; no columns where all rows share raw events."""
+    shares = {row.label: row.share for found in results for row in found.section.rows}
+    prices: dict[str, list[float]] = {label: [0.0] for label, share in shares.items() if share == "nothing"}
     for found in results:
         for label, price in found.prices.items():
             prices.setdefault(label, []).append(price.released)
     if not prices:
         return [], {label: [] for label in labels}
-    cells = {label: [_epsilon_cell(prices.get(label, ()))] for label in labels}
-    return [
-        Column("ε", "", "of the whole ledger, against who sees what is released; blank: no claim", ranked=False)
-    ], cells
+    return [DIAL, EPSILON], {label: [Cell(shares[label]), _epsilon_cell(prices.get(label, ()))] for label in labels}
 
 
 def _epsilon_cell(values: Sequence[float]) -> Cell:
     if not values:
         return Cell("")
     value = math.nan if any(math.isnan(value) for value in values) else max(values)
-    return Cell("unpriced" if math.isnan(value) else epsilon_text(value), value=value)
+    return Cell("unpriced" if math.isnan(value) else epsilon_text(value) if value else "0", value=value)

@@ -14,9 +14,11 @@ from protofed.evaluation.forgetting import af_over_time
 from protofed.experiments.grid import Cell as GridCell
 from protofed.experiments.records import Unfinished
 from protofed.files import make_folder, write_text
+from protofed.methods.labels import label_of
 from protofed.report import opening, provenance
 from protofed.report.ablations import ablation_part
 from protofed.report.beneficiaries import benefits
+from protofed.report.cards import cards
 from protofed.report.cautions import cautions
 from protofed.report.charts import Curve, heat_maps, leading_rows, line_drawing, look_of
 from protofed.report.costs import device_memory, efficiency, equal_bytes
@@ -28,7 +30,7 @@ from protofed.report.overall import equal_epsilon, headline_with_costs
 from protofed.report.plasticity import adaptation, frontier_part
 from protofed.report.prices import UNPRICED, privacy_table
 from protofed.report.runs import find_runs
-from protofed.report.sections import Row, Section, group, method_name
+from protofed.report.sections import Row, Section, group
 from protofed.report.sensitivity import sensitivity
 from protofed.report.tables import Results, compute, distances, main_matrix, mean_matrix, strata
 from protofed.report.tradeoff import tradeoff
@@ -68,7 +70,7 @@ def build(runs_folder: Path, wanted: Sequence[GridCell] = ()) -> tuple[str, dict
     runs, unfinished = find_runs(runs_folder)
     results = [compute(section) for section in group(runs)]
     warned = cautions(results, unfinished)
-    chapters = [_chapter(found) for found in results]
+    chapters = [_chapter(found, cards(found.section, runs_folder)) for found in results]
     logs = {run.config["dataset"] for run in runs}
     wanted = [cell for cell in wanted if cell.config.dataset in logs]  # others have a report of their own
     of_grid = coverage(wanted, runs, unfinished) if wanted else None
@@ -154,7 +156,7 @@ def render(
 def embedded(chapters: Sequence[Chapter], tables: Sequence[Table]) -> dict[str, Any]:
     """The numbers of every table and figure, once, with what all figures share."""
     rows = [row for chapter in chapters for row in chapter.results.section.rows]
-    looks = {label: look_of(row) for row in rows for label in (method_name(row.runs[0].config), row.label)}
+    looks = {label: look_of(row) for row in rows for label in (label_of(row.runs[0].config), row.label)}
     return {
         "tables": {table.name: table_values(table) for table in [*tables, *(t for c in chapters for t in c.tables)]},
         "figures": {drawing.name: figure_values(drawing) for chapter in chapters for drawing in chapter.drawings},
@@ -168,9 +170,9 @@ def _file(name: str) -> str:
     return files("protofed.report").joinpath(name).read_text(encoding="utf-8")
 
 
-def _chapter(results: Results) -> Chapter:
+def _chapter(results: Results, of_models: tuple[Part | Missing, ...]) -> Chapter:
     section = results.section
-    found = answers(results)
+    found = (*answers(results), *of_models)
     return Chapter(
         results=results,
         sentences=opening.sentences(results),

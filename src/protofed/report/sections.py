@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from protofed.config import RunConfig, flatten
 from protofed.experiments.records import Unfinished
-from protofed.methods.catalogue import METHODS, has_modes, private_by_itself
-from protofed.methods.labels import method_label
-from protofed.methods.names import OURS
+from protofed.methods.catalogue import METHODS, private_by_itself
+from protofed.methods.labels import label_of
+from protofed.methods.names import FLAGSHIP, OURS
 from protofed.report.runs import Run
 
 TRIVIAL = tuple(name for name, entry in METHODS.items() if entry.trivial)
@@ -38,7 +38,17 @@ class Row:
 
     @property
     def is_ours(self) -> bool:
-        return self.method == OURS
+        return self.method in (OURS, FLAGSHIP)
+
+    @property
+    def share(self) -> str:
+        """What leaves a device after the base block: nothing, private releases, or raw events and gradients."""
+        config, entry = self.runs[0].config, METHODS.get(self.method)
+        mode, scoring = config.get("protofed", {}).get("mode"), config.get("scoring", {})
+        nothing = entry is not None and (entry.shares_nothing or (bool(entry.modes) and mode == "nothing"))
+        if nothing and not scoring.get("popularity_prior"):
+            return "nothing"
+        return "private" if is_noised(config) else "raw"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +89,7 @@ def by_stream(runs: Sequence[AnyRun]) -> list[tuple[str, list[AnyRun]]]:
 def alike(runs: Sequence[AnyRun]) -> list[tuple[str, list[AnyRun]]]:
     """Runs that differ by seed alone, under their method's name and the settings that tell it from another."""
     groups = _by(runs, lambda run: _canonical(_settings(run)))
-    names = [method_name(members[0].config) for members in groups]
+    names = [label_of(members[0].config) for members in groups]
     settings = [flat(_settings(members[0])) for members in groups]
     short = distinct_labels(names, [_without_unused_target(own) for own in settings])
     labels = short if len(set(short)) == len(short) else distinct_labels(names, settings)
@@ -123,21 +133,6 @@ def _section(title: str, found: Sequence[Run]) -> Section:
         rows.append(Row(label, members[0].config["method"], tuple(by_seed[seed] for seed in sorted(by_seed))))
     rows.sort(key=lambda row: row.label)
     return Section(title, slug(title), runs[0].config["dataset"], tuple(rows), tuple(duplicates), cut_short)
-
-
-def method_name(config: Mapping[str, Any]) -> str:
-    """The method with its mode, variant and privacy, as tables name it."""
-    settings, private = config.get("protofed", {}), bool(config.get("privacy", {}).get("wrap", False))
-    if has_modes(config["method"]) and not settings:
-        return str(config["method"])
-    return method_label(
-        config["method"],
-        settings.get("mode", "reference"),
-        settings.get("ablate", ""),
-        newcomers=settings.get("newcomers", "auto"),
-        private=private,
-        variant=config.get("variant") or "standard",
-    )
 
 
 def is_noised(config: Mapping[str, Any]) -> bool:

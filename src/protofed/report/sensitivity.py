@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from protofed.evaluation.significance import mean_and_std
+from protofed.methods.labels import label_of
 from protofed.report.layout import Drawing, Missing, Part
-from protofed.report.sections import Section, method_name, slug
+from protofed.report.sections import Section, slug
 from protofed.report.tables import MAIN, mean_over_slices
 from protofed.report.variants import Sweep, sweeps
 
@@ -28,7 +29,7 @@ def sensitivity(section: Section) -> Part | Missing:
 
 
 def _drawing(section: Section, setting: str, found: Sequence[Sweep]) -> Drawing:
-    names = [method_name(sweep.points[0][1].runs[0].config) for sweep in found]
+    names = [label_of(sweep.points[0][1].runs[0].config) for sweep in found]
     rows = [
         (line, value, *mean_and_std(np.array([mean_over_slices(run, MAIN) for run in row.runs])))
         for line, sweep in zip(apart(names), found, strict=True)

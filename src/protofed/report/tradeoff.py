@@ -7,10 +7,11 @@ from functools import partial
 import numpy as np
 
 from protofed.evaluation.significance import mean_and_std
+from protofed.methods.labels import label_of
 from protofed.report.layout import Drawing, Missing, Part
 from protofed.report.prices import UNPRICED, Price
 from protofed.report.runs import Run
-from protofed.report.sections import Row, Section, method_name
+from protofed.report.sections import Row, Section
 from protofed.report.tables import MAIN, Results, continual, mean_over_slices
 from protofed.report.variants import noise_sweeps, without
 
@@ -29,7 +30,7 @@ def tradeoff(results: Results) -> Part | Missing:
     level = partial(_level, prices, priced=priced)
     x = "ε (PLD)" if priced else "noise multiplier"
     free = [_without_noise(section, rows) for rows in groups]
-    names = [method_name(rows[0].runs[0].config) for rows in groups]
+    names = [label_of(rows[0].runs[0].config) for rows in groups]
     measures: tuple[tuple[str, str, Callable[[Run], float]], ...] = (
         ("NDCG@10", "NDCG@10, all events, sampled candidates", lambda run: mean_over_slices(run, MAIN)),
         ("AF", "AF, lower is better", lambda run: continual(run, section.n_candidates)["AF"]),

@@ -8,6 +8,7 @@ from typing import Any
 
 from protofed.config import RunConfig
 from protofed.methods.catalogue import METHODS
+from protofed.methods.names import FLAGSHIP
 from protofed.report.runs import Run
 from protofed.report.sections import Row, Section, flat, flat_settings
 
@@ -44,13 +45,12 @@ class Sweep:
 
 
 def flagship(section: Section) -> Row | None:
-    """The ProtoFed-SP row the page is about: nothing left out, the reference mode before others."""
+    """Our row the page is about: nothing left out, ProtoFed before ProtoFed-SP, the private mode before others."""
     ours = [row for row in section.rows if row.is_ours and not row_settings(row).get("protofed.ablate")]
     swept = side_rows(section)
 
-    def order(row: Row) -> tuple[bool, bool, int, str]:
-        mode = row_settings(row).get("protofed.mode", "reference")
-        return (row.label in swept, mode != "reference", -len(row.runs), row.label)
+    def order(row: Row) -> tuple[bool, bool, bool, int, str]:
+        return (row.label in swept, row.method != FLAGSHIP, row.share != "private", -len(row.runs), row.label)
 
     return min(ours, key=order, default=None)
 

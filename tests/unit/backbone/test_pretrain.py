@@ -94,6 +94,7 @@ def key(config=CONFIG, data=None) -> str:
         ("training.stride", 5),
         ("training.base_epochs", 9),
         ("training.patience", 4),
+        ("training.patience_steps", 300),
         ("training.prompt_rate", 0.0),
     ],
 )

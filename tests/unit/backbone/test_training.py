@@ -102,6 +102,26 @@ def test_early_stopping_restores_the_weights_of_the_best_epoch(scripted, values,
     assert all(not torch.equal(seen[i]["items"], seen[i + 1]["items"]) for i in range(length - 1))
 
 
+@pytest.mark.parametrize(
+    ("patience", "steps", "length"),
+    [
+        (1, 0.0, 3),  # epochs alone
+        (1, 1.0, 3),  # as many steps as an epoch has
+        (1, 2.5, 5),  # two and a half epochs of steps: three epochs pass
+        (4, 2.5, 6),  # both hold: the longer one
+        (1, 99.0, 9),  # the cap comes first
+    ],
+)
+def test_patience_waits_for_its_epochs_and_for_its_steps(scripted, patience, steps, length):
+    _, whole = trained(fresh(), base_task(epochs=1))
+    scripted([0.1, 0.5, *[0.4] * 8])
+    waits = replace(CONFIG.training, patience=patience, patience_steps=int(steps * whole.steps_per_epoch))
+    told = []
+    _, fit = trained(fresh(), base_task(epochs=8), config=waits, progress=lambda *said: told.append(said[1:3]))
+    assert (fit.best_epoch, len(fit.trace)) == (1, length)
+    assert told[-1] == (length - 1, length - 1)  # the last epoch was expected to be the last
+
+
 def test_a_hopeless_learning_rate_leaves_the_model_as_it_came():
     model, _ = warmed_up()
     result, fit = trained(model, base_task(epochs=4, learning_rate=1e6))

@@ -70,6 +70,26 @@ def test_items_that_the_table_lacks_have_nothing():
     assert content.modalities[0].present.tolist() == [True, False, True]
 
 
+def test_gaps_take_each_feature_from_the_share_asked_for_and_a_larger_share_takes_more():
+    n = 2_000
+    log = from_columns("own", ["u"] * n, [f"i{k}" for k in range(n)], list(range(n)))
+    table = items(category=["a"] * n, lat=[1.0] * n, lon=[2.0] * n)
+    left = {}
+    for share in (0.0, 0.3, 0.6, 1.0):
+        config = ContentConfig(features="category,place", missing=share)
+        if share == 1:
+            with pytest.raises(DataError, match="no item of the log has place"):
+                content_of(config, log, table, Path("unused"))
+            continue
+        place_, category_ = content_of(config, log, table, Path("unused")).modalities
+        left[share] = place_.present
+        assert abs(1 - share - place_.present.float().mean()) < 0.04  # three standard deviations are 0.034
+        assert abs((1 - share) ** 2 - (place_.present & category_.present).float().mean()) < 0.04
+        assert not category_.vectors[~category_.present].any()
+    assert left[0.0].all()
+    assert not (left[0.6] & ~left[0.3]).any()
+
+
 class Counting:
     """An encoder whose vectors are a text's length and first letter; it counts what it was asked."""
 

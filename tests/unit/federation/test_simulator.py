@@ -24,10 +24,10 @@ from protofed.client.router import route
 from protofed.client.state import DeviceState, columns, join, new_devices, resize, select, with_fresh_moments
 from protofed.client.update import client_update
 from protofed.federation import simulator
-from protofed.federation.rounds import summarise_rounds, timetable, toss_coins
+from protofed.federation.rounds import summarise_rounds, timetable
 from protofed.federation.simulator import Schedule, begin_stacks, finish_slice, put_stacks, simulate_slice
 from protofed.inference.end import record_losses, validation_questions, variant_losses
-from protofed.privacy.draws import SeededDraws, bernoulli, event_keys, normal, uniform
+from protofed.privacy.draws import SeededDraws, event_keys, normal, toss_coins, uniform
 from protofed.privacy.mechanism import seeded_noise
 from protofed.privacy.upload import (
     NOTHING,
@@ -413,7 +413,7 @@ def slow_round(
     sent = [
         slow_upload(town, library.v, me, server, round_)
         for me in by_token  # the geometric median of two uploads may be either of them: the later one
-        if bool(bernoulli(SEED, "coin", me.users, round_, rate)) and (bool(me.contributes) or server.form != "points")
+        if bool(uniform(SEED, "coin", me.users, round_) < rate) and (bool(me.contributes) or server.form != "points")
     ]
     points, block = torch.zeros(0, server.points, D_Z), torch.zeros(0, dtype=torch.int64)
     total = None
@@ -609,10 +609,10 @@ def test_a_users_coin_is_that_of_its_key_and_of_no_place():
     town = a_town()
     keys = town.devices.users
     for round_ in range(20):
-        coins = toss_coins(SEED, keys, round_, RATE)
-        assert coins.tolist() == [bool(bernoulli(SEED, "coin", key[None], round_, RATE)) for key in keys]
+        coins = toss_coins(SeededDraws(SEED), keys, round_, RATE)
+        assert coins.tolist() == [bool(uniform(SEED, "coin", key[None], round_) < RATE) for key in keys]
     by_key, by_place = (
-        torch.stack([toss_coins(SEED, users, round_, RATE) for round_ in range(20)])
+        torch.stack([toss_coins(SeededDraws(SEED), users, round_, RATE) for round_ in range(20)])
         for users in (keys, torch.arange(len(keys)))
     )
     assert not torch.equal(by_key, by_place)
@@ -680,7 +680,7 @@ def coins_of(town: Town, users: list[int], rate: float) -> float:
     """How many of these users' coins ask for an upload, in the mean over rounds."""
     rounds = range(FIRST_ROUND, FIRST_ROUND + SCHEDULE.rounds)
     keys = [town.devices.users[u : u + 1] for u in users]
-    return sum(bool(bernoulli(SEED, "coin", key, r, rate)) for key in keys for r in rounds) / SCHEDULE.rounds
+    return sum(bool(uniform(SEED, "coin", key, r) < rate) for key in keys for r in rounds) / SCHEDULE.rounds
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.4, 1.0])

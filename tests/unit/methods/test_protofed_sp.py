@@ -29,14 +29,13 @@ from protofed.client.state import DeviceState, columns, new_device, select
 from protofed.config import ABLATIONS
 from protofed.errors import ConfigError
 from protofed.federation import preparation
-from protofed.federation.rounds import toss_coins
 from protofed.inference import end
 from protofed.inference.device import recommend
 from protofed.methods.protocol import World
 from protofed.methods.protofed_rules import as_run
 from protofed.methods.protofed_sp import ProtoFedSP, ProtoFedState, model_of, schedule_of
 from protofed.privacy.accountant import epsilon
-from protofed.privacy.draws import bernoulli
+from protofed.privacy.draws import SeededDraws, toss_coins
 from protofed.privacy.ledger import Release
 from protofed.seeds import stream
 from protofed.slices.histories import Queries
@@ -239,7 +238,8 @@ def test_without_anything_personal_scores_depend_on_the_history_and_not_on_the_u
 
 def test_every_ablation_is_tested_here():
     tested = {"alignment", "short", "long", "prototypes", "static-prototypes", "own-rows"}
-    assert tested | {"acceptance", "prompts", "personal"} == set(ABLATIONS)
+    of_the_head = {"own-past", "item-counts", "query-time", "popularity"}  # protofed's: test_headed.py
+    assert tested | {"acceptance", "prompts", "personal"} | of_the_head == set(ABLATIONS)
 
 
 def test_without_noise_nothing_is_in_the_ledger_and_new_items_get_public_rows():
@@ -508,7 +508,9 @@ def test_one_poisoned_client_changes_nobody_elses_device_and_breaks_no_round():
     assert torch.equal(after.devices.rows.rows[~mine], of.after.devices.rows.rows[~mine])
     assert told["stuck_clients"] == 1
     noisy, key = run(), torch.from_numpy(slice_.user_keys)[user : user + 1]
-    assert any(bool(toss_coins(noisy.world.config.seed, key, n, 0.5)) for n in range(4))  # it is asked for an upload
+    assert any(
+        bool(toss_coins(SeededDraws(noisy.world.config.seed), key, n, 0.5)) for n in range(4)
+    )  # it is asked for an upload
     after, _ = noisy.learn(poisoned(noisy.before, user), slice_)
     assert all(x.isfinite().all() for x in (after.library.v, after.library.ema_sums, after.library.ema_counts))
     assert after.devices.prompts.long[others].isfinite().all()
@@ -592,7 +594,7 @@ def test_draws_belong_to_the_hashed_user_and_not_to_the_place_in_the_log():
 def asked_per_round(of: Run, who: Tensor) -> float:
     """How many of these devices the coins of the four rounds of slice 1 choose, on average."""
     keys, seed = torch.from_numpy(tiny_stream().slice_(1).user_keys), of.world.config.seed
-    return sum(int((bernoulli(seed, "coin", keys, n, 0.5) & who).sum()) for n in range(4)) / 4
+    return sum(int((toss_coins(SeededDraws(seed), keys, n, 0.5) & who).sum()) for n in range(4)) / 4
 
 
 @pytest.mark.parametrize("trust", ["local", "secure-aggregation"])

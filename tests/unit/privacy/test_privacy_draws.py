@@ -14,10 +14,10 @@ from protofed.privacy.draws import (
     Draws,
     SeededDraws,
     SystemDraws,
-    bernoulli,
     event_keys,
     normal,
     philox,
+    toss_coins,
     uniform,
 )
 from protofed.privacy.mechanism import discrete_gaussian
@@ -114,15 +114,15 @@ def test_draws_of_neighbouring_users_rounds_and_positions_are_uncorrelated():
 
 @pytest.mark.parametrize("rate", [0.05, 0.5])
 def test_coins_come_up_at_their_rate_and_each_round_anew(rate):
-    coins = torch.stack([bernoulli(2, "cohort", torch.arange(20_000), round_, rate) for round_ in range(10)])
+    coins = torch.stack([toss_coins(SeededDraws(2), torch.arange(20_000), round_, rate) for round_ in range(10)])
     assert abs(coins.double().mean() - rate) < 4 * (rate * (1 - rate) / coins.numel()) ** 0.5
     both = (coins[1:] & coins[:-1]).double().mean()
     assert abs(both - rate**2) < 4 * rate / (9 * 20_000) ** 0.5
 
 
 def test_at_rate_one_everybody_takes_part_and_at_rate_zero_nobody():
-    assert bernoulli(2, "cohort", torch.arange(1_000), 0, 1.0).all()
-    assert not bernoulli(2, "cohort", torch.arange(1_000), 0, 0.0).any()
+    assert toss_coins(SeededDraws(2), torch.arange(1_000), 0, 1.0).all()
+    assert not toss_coins(SeededDraws(2), torch.arange(1_000), 0, 0.0).any()
 
 
 def test_a_users_key_is_half_of_the_first_64_bits_of_a_hash_of_its_id():

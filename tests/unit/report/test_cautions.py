@@ -37,7 +37,7 @@ def test_a_warm_up_of_few_steps_is_named_with_its_steps_and_the_way_out(tmp_path
     (line,) = warned(tmp_path)
     assert "at its best after 22 to 44 steps" in line
     assert "with 22 steps an epoch, a patience of 3 epochs may give up too soon" in line
-    assert "--set training.patience=20" in line
+    assert "--set training.patience_steps=300" in line
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ def test_every_method_has_a_colour_of_its_own() -> None:
     colours = [colour_of(name) for name in METHODS]
     assert len(set(colours)) == len(colours)
     assert colour_of("protofed-sp") == "var(--ours)"
+    assert colour_of("protofed").startswith("hsl(0 ")  # red, as no other method
     assert colour_of("a method from outside") not in colours
 
 

@@ -61,6 +61,26 @@ def test_five_rows_are_those_a_reader_asks_about_with_their_place(tmp_path: Path
     assert shown["ewc"]["ε"].text == ""
 
 
+def test_every_row_shows_what_it_shares_and_sharing_nothing_is_epsilon_0(tmp_path: Path) -> None:
+    written(tmp_path)
+    for mode, level in (("nothing", 0.6), ("private", 0.55)):
+        settings = f'\n[protofed]\nmode = "{mode}"\n[scoring]\nhead = true\n[content]\nfeatures = "text,place"\n'
+        ledger = LEDGER if mode == "private" else []
+        run = {"method": "protofed", "dataset": "one", "users": USERS, "settings": settings, "ledger": ledger}
+        write_run(tmp_path / "one" / mode, lambda *_, level=level: level, **run)
+    (found,) = (results for title, results in opened(tmp_path).items() if title == "one")
+    nothing, private = (f"protofed (share {share}, content: text, place)" for share in ("nothing", "private"))
+    shown = {label: (cells["share"].text, cells["ε"].text) for label, cells in shown_in(digest(found)).items()}
+    assert shown[nothing] == ("nothing", "0")
+    assert shown[private] == ("private", f"{found.prices[private].released:.2f}")
+    assert shown["frozen"] == ("raw", "")
+    wins, with_privacy, loses = sentences(found)
+    assert wins.startswith(f"Wins: {nothing} with NDCG@10 0.600")
+    assert with_privacy.startswith(f"With privacy: {private} with NDCG@10 0.550 (ε = ")
+    assert with_privacy.endswith(f"; sharing nothing (ε = 0): {nothing} with 0.600.")
+    assert loses == f"Where ProtoFed loses: nowhere; its best row, {nothing}, leads every column."
+
+
 def test_one_sentence_says_on_how_many_data_sets_ours_is_first(tmp_path: Path) -> None:
     written(tmp_path)
     told = across(list(opened(tmp_path).values()))

@@ -14,7 +14,6 @@ from protofed.evaluation.fairness import user_disparity
 from protofed.evaluation.significance import PerUser, bootstrap_difference
 from protofed.privacy.accountant import gaussian_epsilon
 from protofed.report.ablations import ablation_part, pair_with_full
-from protofed.report.charts import frontier
 from protofed.report.costs import cost_of, count, device_memory, duration, efficiency, equal_bytes, size
 from protofed.report.disparity import fairness
 from protofed.report.layout import Missing, Part, interval
@@ -147,18 +146,6 @@ def test_the_plane_holds_forgetting_and_accuracy_of_every_row(root: Path, result
     assert set(rows) == {row.label for row in section.rows}
     assert float(rows["fedavg"]["AF"]) == pytest.approx(forgetting(root / "fedavg"), rel=1e-5)
     assert float(rows["fedavg"]["ndcg@10"]) == pytest.approx(accuracy(root / "fedavg"), rel=1e-5)
-
-
-def test_the_frontier_is_who_nobody_beats_in_both() -> None:
-    rng = np.random.default_rng(0)
-    x, y = rng.integers(0, 6, size=(2, 40)).astype(float)
-    x[3] = math.nan
-    slow = [
-        not math.isnan(x[i])
-        and not any(x[j] <= x[i] and y[j] >= y[i] and (x[j] < x[i] or y[j] > y[i]) for j in range(40))
-        for i in range(40)
-    ]
-    assert frontier(x, y).tolist() == slow
 
 
 def test_privacy_against_utility_goes_by_epsilon_of_the_ledgers(root: Path, results: Results) -> None:

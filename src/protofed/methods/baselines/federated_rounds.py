@@ -12,7 +12,7 @@ from torch import Tensor
 from protofed.backbone.losses import LOSSES
 from protofed.backbone.sasrec import at_rest
 from protofed.client.lessons import ClientData, chunks, stack_size
-from protofed.federation.rounds import Costs, server_noise, summarise_rounds, toss_coins
+from protofed.federation.rounds import Costs, server_noise, summarise_rounds
 from protofed.federation.stacked import (
     PROMPT,
     ClientWeights,
@@ -34,6 +34,7 @@ from protofed.federation.stacked import (
 )
 from protofed.methods.baselines.federated import FederatedState, Server, weights_of
 from protofed.methods.protocol import Diagnostics, World
+from protofed.privacy.draws import SeededDraws, toss_coins
 from protofed.privacy.mechanism import add_gaussian_noise
 from protofed.server.aggregate import RoundReport
 from protofed.slices.stream import TimeSlice
@@ -138,7 +139,7 @@ def one_round(
     losses_for: LossesFor,
 ) -> tuple[Server, RoundReport]:
     """Everybody tosses a coin; those it chose upload, if they have events; the server takes one step."""
-    coin = toss_coins(world.config.seed, torch.arange(rounds.population), round_, rounds.sampling_rate)
+    coin = toss_coins(SeededDraws(world.config.seed), torch.arange(rounds.population), round_, rounds.sampling_rate)
     cohort = select_clients(data, coin[data.users])
     device, width = server.model.items.device, server.model.config.width
     dense = torch.zeros(server.layout.size, dtype=torch.float64, device=device)

@@ -111,9 +111,12 @@ class EarningInRounds(AroundRounds, EarningDescent):
 
 
 def earning(world: World, first: SASRec, descend: Descend, springs: Springs) -> EarningDescent:
-    """A descent that has earned nothing yet; training never goes back by more epochs than its patience."""
-    nothing = zeros_of(first)
-    epochs = deque([zeros_of(first)], maxlen=world.config.training.patience + 1)
+    """A descent that has earned nothing yet; training never goes back by more epochs than its patience.
+
+    A patience in steps is a patience of as many epochs at most.
+    """
+    nothing, training = zeros_of(first), world.config.training
+    epochs = deque([zeros_of(first)], maxlen=max(training.patience, training.patience_steps) + 1)
     kind = EarningInRounds if isinstance(descend, InRounds) else EarningDescent
     return kind(descend, springs, nothing, epochs, world.progress)
 
