@@ -2,7 +2,8 @@
 
     python benchmarks/recommend_speed.py runs/shop
 
-Every answer is computed anew: routing, prompt, own rows, ranking; nothing is kept from the answer before. The peer is
+Every answer is computed anew: routing, prompt, own rows, ranking, the head; nothing is kept from the answer before but
+what no question changes (counts of items, the device's folded past). The peer is
 the bare backbone (`SASRec.last_hidden`, scores of all items, the ten best) on the same history; beside it stands the
 backbone in the flat form that answers are computed with, which has one pass where an answer has two. Under a head the
 answer is timed with it and without, and an event folded into what the device keeps of its past. Users are
