@@ -1,5 +1,6 @@
 """The SQLite file of a host: what is in it survives, what was not finished never was."""
 
+import random
 import stat
 from pathlib import Path
 
@@ -48,6 +49,18 @@ def test_what_is_no_store_and_what_is_no_state_are_one_line(tmp_path):
     whole = bytes_of(devices_with(torch.arange(2), drawn(2, 1, 8)))
     with pytest.raises(DataError, match="could not be read"):
         state_of(whole.replace(b"protofed-store-1", b"protofed-store-0"))
+
+
+def test_no_flipped_bit_and_no_cut_of_a_state_is_taken_for_one():
+    whole = bytes_of(devices_with(torch.arange(2), drawn(2, 1, 8)))
+    rng = random.Random(0)
+    damaged = [whole[: rng.randrange(len(whole))] for _ in range(100)]
+    for _ in range(400):
+        place = rng.randrange(len(whole))
+        damaged.append(whole[:place] + bytes([whole[place] ^ 1 << rng.randrange(8)]) + whole[place + 1 :])
+    for blob in damaged:
+        with pytest.raises(DataError, match="a state of the store could not be read"):
+            state_of(blob)
 
 
 def test_keys_of_a_federation_are_for_their_owner_alone_and_fit_each_other(tmp_path):
