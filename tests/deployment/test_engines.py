@@ -1,26 +1,42 @@
 """The same numbers wherever the rounds are carried: the simulator, the apps in one process, Flower's own engine."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pyarrow as pa
 import pytest
 import torch
-from federations import METHOD, apart, assert_same, base_block, federated, simulated
-from worlds import tiny_stream
+from federations import DESCEND, METHOD, apart, assert_same, base_block, federated, simulated
+from worlds import LENGTH, tiny_stream
 
 pytest.importorskip("flwr", reason="the extra `federated` is not installed")
 
+from protofed.client.codec import CodecTraining
 from protofed.deployment.deal import SERVER, collect, host_folders
 from protofed.deployment.events import own_events, slice_of
-from protofed.deployment.flower.engines import check_federated, run_by_processes, run_in_simulation, run_locally
+from protofed.deployment.flower.engines import (
+    Federated,
+    check_federated,
+    deal_world,
+    run_by_processes,
+    run_in_simulation,
+    run_locally,
+)
 from protofed.deployment.flower.processes import MARK
 from protofed.deployment.host import read_host
 from protofed.deployment.orders import cuts_of
 from protofed.deployment.server import read_server
 from protofed.errors import ConfigError, DataError
 from protofed.experiments.evaluate import answer, metric_rows
+from protofed.federation import preparation
+from protofed.federation.plan import Stream
+from protofed.inference.folder import load
+from protofed.inference.head import FittedHead, Head
+from protofed.methods.headed import counts_at, under_head
+from protofed.methods.protofed import ProtoFed
 from protofed.privacy.ledger import Release, read_ledger
 
 OTHERS = {
@@ -29,6 +45,8 @@ OTHERS = {
         "protofed__newcomers": "mean-row",
     },
     "local trust": {"privacy__trust": "local", "protofed__newcomers": "auto"},
+    "protofed, nothing shared": {"method": "protofed", "protofed__mode": "nothing", "protofed__newcomers": "auto"},
+    "protofed, private": {"method": "protofed", "protofed__mode": "private"},
 }
 
 
@@ -69,6 +87,42 @@ def test_the_metrics_are_the_same(federation):
     assert len(ours) > 20
     assert [{**row, "value": None} for row in ours] == [{**row, "value": None} for row in theirs]
     assert max(abs(a["value"] - b["value"]) for a, b in zip(ours, theirs, strict=True)) <= 1e-6
+
+
+def test_protofed_ranks_alike_on_hosts_and_its_head_is_dealt_to_them(tmp_path):
+    world, _ = base_block(**OTHERS["protofed, nothing shared"], scoring__head=True)
+    data, folder = tiny_stream(), tmp_path / "fed"
+    carried = Federated(ProtoFed(), folder, data.log, 2, run_locally)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preparation, "CodecTraining", lambda: CodecTraining(steps=5))
+        start = under_head(ProtoFed(), world.config).start(world)
+    scores = []
+    for inner in (ProtoFed(), carried):
+        method = under_head(inner, world.config)
+        state, _ = method.learn(world, start, data.slice_(1), DESCEND)
+        queries = data.queries(data.query_set(1, "test"), np.arange(30), LENGTH)
+        scores.append(method.score(world, state, queries))
+    assert apart(*scores) <= 1e-5
+    assert read_ledger(folder / SERVER / "ledger.json")[0] == ()
+    assert {key for line in (folder / SERVER / "log.jsonl").read_text().splitlines() for key in json.loads(line)} == {
+        *("slice", "finished", "asked", "lost")
+    }
+
+
+def test_a_dealt_head_reaches_every_host(tmp_path):
+    world, start = base_block(**OTHERS["protofed, nothing shared"])
+    counts = counts_at(world, "base", 0)
+    head = FittedHead(Head(), counts)
+    deal_world(Federated(METHOD, tmp_path / "fed", tiny_stream().log, 2, run_locally), world, start, head)
+    for here in [*host_folders(tmp_path / "fed"), tmp_path / "fed" / SERVER]:
+        dealt = load(here).head
+        assert torch.equal(dealt.counts.total, counts.total)
+
+
+def test_what_hosts_cannot_be_asked_for_is_one_line():
+    world, _ = base_block(**OTHERS["protofed, private"])
+    with pytest.raises(ConfigError, match=r"hosts are not asked for popularity, .* protofed\.ablate=popularity"):
+        check_federated(replace(world, beside=(Stream("popularity", 1.0, 2, 1.0),)))
 
 
 @pytest.mark.long
@@ -138,7 +192,7 @@ def test_an_unknown_item_and_a_mode_that_reads_raw_events_are_one_line():
     with pytest.raises(DataError, match="item 'never seen' of a host's events is not among the catalogue's"):
         own_events("x", table, tiny_stream().log.item_ids.cast(pa.string()))
     world, _ = base_block(protofed__mode="nodp", protofed__newcomers="auto")
-    with pytest.raises(ConfigError, match=r"a federation runs protofed\.mode = reference, got nodp"):
+    with pytest.raises(ConfigError, match=r"protofed\.mode = reference, nothing or private, got nodp"):
         check_federated(world)
 
 

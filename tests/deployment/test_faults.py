@@ -95,9 +95,17 @@ class FaultyGrid(LocalGrid):
         self.folder, self.script, self.kill_at, self.seen = folder, script, kill_at, seen
         self.late_orders, self.late_answers = [], []
 
+    def get_node_ids(self):
+        """The hosts that are connected now: one may join late, go and come back."""
+        away = {host + 10 for host in range(HOSTS) if ("away", self.seen["asks"], host) in self.script}
+        return [node for node in self.nodes if node not in away]
+
     def send_and_receive(self, messages, *, timeout=None):
         """The replies that come in time for this order, and those of older orders that come now."""
         messages = list(messages)
+        if not messages:  # nobody is there to be asked
+            self.seen["asks"] += 1
+            return []
         order = order_from_records(messages[0].content)
         made = streams(read_ledger(self.folder / SERVER / LEDGER)[0]).get("prototypes", 0)
         assert order.kind != "upload" or made == order.round_ + 1  # written ahead of what it lists
@@ -125,7 +133,6 @@ class FaultyGrid(LocalGrid):
             replies += copies * (1 + (fault == "answer twice"))
         if order.kind == "upload":
             self.seen["heard"][order.round_] = [r for r in replies if r.has_content()]
-            self.seen["version"][order.round_] = order.broadcast.version
         return replies
 
     def reply(self, message, *, dies: bool):
@@ -155,7 +162,7 @@ class Federation(RuleBasedStateMachine):
         self.folder = Path(self.place.name) / "fed"
         copytree(dealt(), self.folder)
         self.script: dict = {}
-        self.seen = {"asks": 0, "messages": 0, "heard": {}, "version": {}, "sent": {}}
+        self.seen = {"asks": 0, "messages": 0, "heard": defaultdict(list), "sent": {}}
         self.kill_at: int | None = None
         self.runs = self.deaths = 0
 
@@ -166,6 +173,10 @@ class Federation(RuleBasedStateMachine):
     @rule(ask=st.integers(0, ASKS), how=st.integers(1, 6))
     def orders_are_sent_in_another_order(self, ask: int, how: int) -> None:
         self.script["order", ask] = how
+
+    @rule(first=st.integers(0, ASKS), asks=st.integers(1, ASKS), host=st.integers(0, HOSTS - 1))
+    def a_host_is_away(self, first: int, asks: int, host: int) -> None:
+        self.script |= {("away", ask, host): 1 for ask in range(first, first + asks)}
 
     @rule(messages=st.integers(1, 2 * HOSTS * ROUNDS))
     def the_server_dies_after(self, messages: int) -> None:

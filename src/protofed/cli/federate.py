@@ -1,4 +1,4 @@
-"""`protofed federate`: ProtoFed-SP with its rounds carried by Flower."""
+"""`protofed federate`: ProtoFed-SP and ProtoFed with their rounds carried by Flower."""
 
 import json
 import shutil
@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from protofed.cli.progress import LOADING, shown
-from protofed.cli.run import CACHE, load, print_summary, settle, surroundings
+from protofed.cli.run import CACHE, check_dial, load, print_summary, settle, surroundings
 from protofed.config import RunConfig
 from protofed.errors import ConfigError, check_installed
-from protofed.methods.names import OURS
+from protofed.methods.names import FLAGSHIP, OURS
 
 if TYPE_CHECKING:
     from protofed.deployment.flower.processes import Cluster
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 NODES, TIMEOUT = 4, 60.0  # SuperNodes of the demo, and the seconds that its rounds wait for them
 VICTIM, KILLED_AFTER, BACK_AFTER = 2, 4, 7  # which SuperNode dies, after how many rounds, and when it is back
+EVENTS = {"all": "all events", "novel": "items new to their user"}
 DEMO = {  # a small world in a minute: one slice of ten rounds
     "stream.n_slices": 1,
     "privacy.rounds_per_slice": 10,
@@ -43,6 +44,8 @@ def federate(
     ] = None,
     prepare: Annotated[bool, typer.Option("--prepare", help="Only write the folders of server and hosts.")] = False,
     dataset: Annotated[str, typer.Option(help="A prepared log under --root, or `synthetic`.")] = "synthetic",
+    method: Annotated[str, typer.Option(help=f"{OURS} or {FLAGSHIP}.")] = OURS,
+    share: Annotated[str | None, typer.Option(help="Of protofed: what may leave a device, nothing or private.")] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder.")] = None,
     hosts: Annotated[int, typer.Option(help="How many hosts the users are dealt to.")] = NODES,
     root: Annotated[Path, typer.Option(help="The folder of prepared logs.")] = Path("data"),
@@ -64,11 +67,20 @@ def federate(
         return
     if out is None:
         raise ConfigError("--out is missing: name the folder to write, e.g. --out runs/federated")
-    config = settle({"dataset": dataset, "method": OURS, "seed": seed}, None, settings or [])
+    check_method(method, share)
+    given = {"dataset": dataset, "method": method, "seed": seed, **({"protofed.mode": share} if share else {})}
+    config = settle(given, None, settings or [])
     if prepare:
         prepare_folders(config, root, out, hosts, cache)
     else:
         run_with(str(engine), config, root, out, hosts, cache, as_json)
+
+
+def check_method(method: str, share: str | None) -> None:
+    """Refuse methods that have no devices, and a dial that the method does not have."""
+    if method not in (OURS, FLAGSHIP):
+        raise ConfigError(f"--method must be {OURS} or {FLAGSHIP}, got {method!r}; the others have no devices to ask")
+    check_dial(method, share, None)
 
 
 def run_with(engine: str, config: RunConfig, root: Path, out: Path, hosts: int, cache: Path, as_json: bool) -> None:
@@ -76,7 +88,7 @@ def run_with(engine: str, config: RunConfig, root: Path, out: Path, hosts: int, 
     from protofed.deployment.flower.engines import ENGINES, Federated
     from protofed.experiments.run import Experiment
     from protofed.experiments.summary import summarise_run
-    from protofed.methods.protofed_sp import ProtoFedSP
+    from protofed.methods.catalogue import shares_nothing
     from protofed.privacy.promise import promised
 
     if engine not in ENGINES:
@@ -85,29 +97,37 @@ def run_with(engine: str, config: RunConfig, root: Path, out: Path, hosts: int, 
         progress.expect("protofed federate")
         progress(LOADING, 0, None)
         log, around = load(config, root), surroundings(config, root)
-        method = Federated(ProtoFedSP(), out / "federation", log, hosts, ENGINES[engine])
-        experiment = Experiment(
-            config, log, cache, command=f"protofed federate --engine {engine}", keep=around, through=lambda _: method
-        )
+        command, place = f"protofed federate --engine {engine}", out / "federation"
+        carried: Any = lambda method: Federated(method, place, log, hosts, ENGINES[engine])  # noqa: E731
+        experiment = Experiment(config, log, cache, command=command, keep=around, through=carried)
         folder = experiment.run(out, progress)
     summary = summarise_run(folder)
-    summary |= {"variant": config.variant, "privacy": promised(folder.path / "ledger.json", config.privacy.delta)}
+    said = promised(folder.path / "ledger.json", config.privacy.delta, nothing=shares_nothing(config))
+    summary |= {"variant": config.variant, "privacy": said}
     print(json.dumps(summary, indent=2, ensure_ascii=False)) if as_json else print_summary(summary, out)
 
 
 def prepare_folders(config: RunConfig, root: Path, out: Path, hosts: int, cache: Path) -> None:
     """The folders of a server and its hosts, from the base block of a log; their draws are the operating system's."""
     from protofed.deployment.flower.engines import Federated, deal_world
-    from protofed.methods.protofed_sp import ProtoFedSP
+    from protofed.deployment.flower.processes import write_app
+    from protofed.methods.catalogue import configured
+    from protofed.methods.headed import Headed, under_head, without_head
 
     if out.exists():
         raise ConfigError(f"--out {out} is there already; a federation begins in a new folder")
     with shown(Console(stderr=True)) as progress:
         log = load(config, root)
         world, _ = begun(config, log, cache, progress)
-        method = Federated(ProtoFedSP(), out, log, hosts, lambda folder, index: None, seeded=False)
-        deal_world(method, world, method.start(world))
-    print(f"wrote {out}/server and {out}/hosts/0 to {hosts - 1}; docs/how_to/federate.md says what to start where")
+        inner: Any = configured(config)
+        federated = Federated(inner, out, log, hosts, lambda folder, index: None, seeded=False)
+        method = under_head(federated, config)
+        _, state = without_head(method, started := method.start(world))
+        head = started.fitted if isinstance(method, Headed) and started.fitted.head.worn else None
+        deal_world(federated, world, state, head)
+        write_app(out / "app")
+    made = f"{out}/server, {out}/app and {out}/hosts/0 to {hosts - 1}"
+    print(f"wrote {made}; docs/how_to/federate.md says what to start where")
 
 
 def begun(config: RunConfig, log: Any, cache: Path, progress: Any) -> "tuple[World, SliceStream]":
@@ -170,7 +190,7 @@ def demonstrate(scratch: Path, cache: Path, say: Callable[[str], None], config: 
     """What the demo ends with; everything it writes is below `scratch`."""
     from protofed.deployment.deal import SERVER, host_folders
     from protofed.deployment.flower.engines import Federated, deal_world
-    from protofed.deployment.flower.processes import cluster, read_log, run_slice
+    from protofed.deployment.flower.processes import cluster, marked, read_log, run_slice
     from protofed.methods.protofed_sp import ProtoFedSP
     from protofed.privacy.promise import promised
     from protofed.progress import silent
@@ -178,13 +198,14 @@ def demonstrate(scratch: Path, cache: Path, say: Callable[[str], None], config: 
     began = time.monotonic()
     config = config or demo_config()
     log = load(config, scratch)
-    say(f"{log.name}: {log.n_users:,} users on {NODES} hosts; the base block is learned …")
+    say(f"{log.name}: {log.n_users:,} users on {NODES} hosts; the base block, half of the log, is learned …")
     world, data = begun(config, log, cache, silent)
     method = Federated(ProtoFedSP(), scratch / "federation", log, NODES, lambda folder, index: None, seeded=False)
     start = method.start(world)
     deal_world(method, world, start)
     before = ndcg_of(method, world, start, data)
-    say(f"{time.monotonic() - began:.0f} s: a SuperLink and {NODES} SuperNodes start, with TLS and keys of their own")
+    passed = f"{time.monotonic() - began:.0f} s"
+    say(f"{passed}: a SuperLink (server) and {NODES} SuperNodes (hosts) start, with TLS and a key each")
     with cluster(scratch / "processes", method.folder) as made:
         accident = Accident(made, host_folders(method.folder)[VICTIM], say)
         run_slice(made, method.folder, 1, timeout=TIMEOUT, watch=accident)
@@ -195,6 +216,7 @@ def demonstrate(scratch: Path, cache: Path, say: Callable[[str], None], config: 
         "rounds": [each for each in read_log(method.folder / SERVER / "log.jsonl") if "round" in each],
         "privacy": promised(method.folder / SERVER / "ledger.json", config.privacy.delta),
         "killed": VICTIM + 1,
+        "processes_left": len(marked(made.mark)),
         "seconds": round(time.monotonic() - began),
     }
 
@@ -228,10 +250,11 @@ def print_demo(result: Mapping[str, Any]) -> None:
     table = Table(title="A federation of processes on this machine", show_header=False)
     for name in result["after"]:
         before, after = result["before"][name], result["after"][name]
-        table.add_row(f"NDCG@10, 1+99, {name} events", f"{after:.4f} (base block alone: {before:.4f})")
+        table.add_row(f"NDCG@10, {EVENTS[name]}", f"{before:.4f} before the rounds, {after:.4f} after")
     table.add_row("rounds, uploads", f"{len(rounds)}, {sum(each['uploads'] for each in rounds)}")
     table.add_row(f"SuperNode {result['killed']} killed and restarted", f"lost in {', '.join(lost) or 'no round'}")
     table.add_row("rounds without it", ", ".join(fewer) or "none")
+    table.add_row("processes left behind", str(result["processes_left"] or "none"))
     if privacy.get("epsilon_release") is not None:
         seen, server = privacy["epsilon_release"], privacy["epsilon_server"]
         against = "nothing is promised" if server is None else f"{server:g}"
@@ -239,3 +262,4 @@ def print_demo(result: Mapping[str, Any]) -> None:
         table.add_row("ε, the server", f"{against} ({privacy['trust']} trust)")
     table.add_row("seconds", str(result["seconds"]))
     Console().print(table)
+    print("NDCG@10: how high the right item stands among it and 99 others, 1 at best; on the slice's last events")

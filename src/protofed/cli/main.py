@@ -4,6 +4,7 @@ import os
 import sys
 from typing import Annotated, Any
 
+import click
 import typer
 
 from protofed.cli import data as data_commands
@@ -17,6 +18,7 @@ from protofed.cli.privacy import privacy
 from protofed.cli.recommend import recommend
 from protofed.cli.report import report
 from protofed.cli.run import run
+from protofed.cli.speed import speed
 from protofed.cli.tune import tune
 from protofed.errors import ProtoFedError, in_one_line
 
@@ -29,6 +31,13 @@ class Commands(Group):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except click.UsageError as problem:
+            said = problem.format_message().strip()
+            if not said:  # no arguments at all, and the help is printed already
+                raise
+            command = problem.ctx.command_path if problem.ctx else ctx.command_path
+            print(f"error: {said} See `{command} --help`", file=sys.stderr)
+            raise typer.Exit(2) from None
         except KeyboardInterrupt:
             resumed = ctx.invoked_subcommand in RESUMABLE
             where = "; the same command goes on from the last finished slice, or epoch of the warm-up"
@@ -71,6 +80,7 @@ app.command()(report)
 app.command()(pack)
 app.command()(demo)
 app.command()(federate)
+app.command()(speed)
 app.command()(privacy)
 app.command()(tune)
 

@@ -51,6 +51,7 @@ def deal(
         trust=config.privacy.trust,
         settings=to_toml(config),
         card=CARD,
+        head=made.head,
     )
     keys = user_keys(log.user_ids.to_pylist())
     for number in range(n_hosts):

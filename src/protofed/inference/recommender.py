@@ -87,6 +87,7 @@ class Reason:
     last_met: int | None  # unix seconds
     own_row: bool  # scored with a row that this device learned
     public_rank: int  # where the backbone alone would rank it among the same candidates, 1 for first
+    like: tuple[object, ...]  # known items that its content places it beside; empty where events taught it
     prototypes: tuple[Prototype, ...]  # behind the whole answer; empty where this device uses no prompt
 
 
@@ -216,6 +217,11 @@ class Recommender:
         """The items that a prototype's prompt lifts most for somebody without a history."""
         return tuple(self.catalogue.item(item) for item in self._lifted[number, :n].tolist())
 
+    def like(self, item: int, n: int = SHOWN) -> tuple[object, ...]:
+        """The known items nearest to one that content alone describes; none where its row was learned from events."""
+        near = neighbours_by_content(self.model, item, n)
+        return tuple(self.catalogue.item(number) for number in near.tolist())
+
     @cached_property
     def _lifted(self) -> Int[torch.Tensor, "K n"]:
         return items_lifted(self.model, SHOWN)
@@ -318,7 +324,8 @@ class Device:
         for item in items:
             met = times[past == item].tolist()
             rank = 1 + int((rivals > alone[item]).sum())
-            found.append(Reason(len(met), max(met, default=None), item in rows, rank, prototypes))
+            like = self.recommender.like(item)
+            found.append(Reason(len(met), max(met, default=None), item in rows, rank, like, prototypes))
         return found
 
     def _routed(self) -> tuple[Prototype, ...]:
@@ -342,3 +349,14 @@ def items_lifted(model: Model, n: int) -> Int[torch.Tensor, "K n"]:
     prompts = rescale_like(model.prompts, scale) if not model.rule.as_printed else model.prompts
     prompted = backbone.last_hidden(nobody.expand(len(prompts), -1), prompts)
     return (backbone.scores(prompted, model.n_items) - plain).topk(min(n, model.n_items)).indices
+
+
+@torch.no_grad()
+def neighbours_by_content(model: Model, item: int, n: int) -> Int[torch.Tensor, " n"]:
+    """The known items whose rows point most nearly where content puts this one; none where it needs no content."""
+    backbone, known = model.backbone, model.backbone.has_row.nonzero()[:, 0]
+    content, asked = backbone.content, torch.tensor([item], device=backbone.items.device)
+    if content is None or bool(backbone.knows(asked)) or not bool(content.describes(asked)):
+        return known[:0]
+    cosines = torch.cosine_similarity(backbone.embed(asked), backbone.embed(known), dim=-1)
+    return known[cosines.topk(min(n, len(known))).indices]

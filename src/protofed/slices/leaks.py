@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Int
-from scipy.stats import rankdata
 from torch import Tensor
 
 from protofed.data.interactions import InteractionLog
@@ -97,6 +96,8 @@ def is_same_order(values: np.ndarray, truth: np.ndarray) -> bool:
     """Whether two columns rank nearly alike, upwards or downwards: Spearman's correlation, ties at their mean rank."""
     if len(values) < FEWEST_RANKED or len(np.unique(values)) < MIN_LEVELS or len(np.unique(truth)) < MIN_LEVELS:
         return False
+    from scipy.stats import rankdata  # a second to load, and a host's process starts for every order
+
     ranks = [rankdata(column) for column in (values, truth)]
     return bool(abs(np.corrcoef(*ranks)[0, 1]) > SAME_ORDER)
 

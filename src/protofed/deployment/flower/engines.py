@@ -1,4 +1,4 @@
-"""ProtoFed-SP with its rounds carried by Flower: in one process, or in Flower's simulation engine.
+"""ProtoFed-SP, or what is under ProtoFed's head, with its rounds carried by Flower: here, on Ray, or by processes.
 
 Everything but the slices' rounds is the method's own, so a run with an engine is evaluated like any other.
 """
@@ -22,6 +22,7 @@ from protofed.deployment.orders import cuts_of
 from protofed.deployment.server import ServerState, read_server, rows_of
 from protofed.errors import ConfigError
 from protofed.federation.newcomers import with_rows, without_base_row
+from protofed.inference.head import FittedHead
 from protofed.methods.protocol import Diagnostics, Published, World
 from protofed.methods.protofed_rules import as_run, round_rule
 from protofed.methods.protofed_sp import ProtoFedSP, ProtoFedState, choices_of, costs_of, newest_target_of
@@ -31,12 +32,13 @@ from protofed.slices.leaks import Evidence
 from protofed.slices.stream import SliceStream, TimeSlice
 
 Engine = Callable[[Path, int], None]  # brings the federation in a folder to the end of a slice
+CARRIED = ("reference", "nothing", "private")  # the modes of protofed-sp and of protofed that hosts can play
 WAITING = 600.0  # seconds that a round of processes waits for each of them, where none is meant to die
 
 
 @dataclass(frozen=True, slots=True)
 class Federated:
-    """ProtoFed-SP on hosts: slices are learned by an engine, and the devices read back from the hosts' stores."""
+    """The method on hosts: slices are learned by an engine, and the devices read back from the hosts' stores."""
 
     inner: ProtoFedSP
     folder: Path
@@ -91,21 +93,27 @@ class Federated:
 
 
 def check_federated(world: World) -> None:
-    """Refuse what no host could do: without noise, raw counts of everybody's events give rows to new items."""
+    """Refuse what no host could do: raw counts of everybody's events, and releases that are not made round by round."""
     mode = world.config.protofed.mode
-    if mode != "reference":
+    if mode not in CARRIED:
         raise ConfigError(
-            f"a federation runs protofed.mode = reference, got {mode}: the others read raw events of all users; "
-            "leave --mode out"
+            f"a federation runs protofed.mode = reference, nothing or private, got {mode}: the others read raw events "
+            "of all users; leave --mode out"
+        )
+    if world.beside:
+        names = ", ".join(one.name for one in world.beside)
+        raise ConfigError(
+            f"hosts are not asked for {names}, which the rehearsal on the base block wants released; add "
+            f"--set protofed.ablate={world.beside[0].name}, or give --share nothing"
         )
 
 
-def deal_world(method: Federated, world: World, state: ProtoFedState) -> None:
-    """The folders of the federation, from the state after the base block."""
+def deal_world(method: Federated, world: World, state: ProtoFedState, head: FittedHead | None = None) -> None:
+    """The folders of the federation, from the state after the base block; a head is the same on all hosts for ever."""
     config, log = as_run(world.config), method.log
     rule = round_rule(config, state.library.n_prototypes, state.noise_multiplier, len(state.devices))
     made = ServerState(state.library, state.newcomers, state.newcomer_noise, rule, state.allowed_rounds)
-    published = replace(method.inner.publish(world, state, log.n_items), rule=rule)
+    published = replace(method.inner.publish(world, state, log.n_items), rule=rule, head=head)
     cuts = cuts_of(SliceStream(log, config.stream))
     deal(method.folder, config, log, published, made, cuts, method.hosts, seeded=method.seeded)
 

@@ -22,6 +22,7 @@ from protofed.deployment.deal import SERVER, host_folders
 from protofed.deployment.flower.certificates import CA, CERTIFICATE, HERE, KEY, write_certificates
 from protofed.deployment.server import LOG
 from protofed.errors import MachineError
+from protofed.files import make_folder, write_text
 
 MARK = "PROTOFED_FEDERATION"
 LINK = "here"  # the name of the SuperLink in Flower's settings
@@ -143,8 +144,13 @@ def write_settings(folder: Path, port: int) -> None:
     lines = ["[superlink]", f'default = "{LINK}"', "", f"[superlink.{LINK}]", f'address = "{HERE}:{port}"']
     lines.append(f'root-certificates = "{(folder / CA).resolve()}"')
     (folder / "home" / "config.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    (folder / "app").mkdir()
-    (folder / "app" / "pyproject.toml").write_text(APP, encoding="utf-8")
+    write_app(folder / "app")
+
+
+def write_app(folder: Path) -> None:
+    """What `flwr run` is given: the names of the two modules, and a run's settings."""
+    make_folder(folder)
+    write_text(folder / "pyproject.toml", APP)
 
 
 def environment_of(folder: Path, mark: str) -> dict[str, str]:
