@@ -62,6 +62,7 @@ class Devices:
     steps: int  # taken in it
     finished: bool
     place: tuple[int, int, int] = BEFORE  # of the newest order that was obeyed
+    round_: int = -1  # the newest that was answered
 
 
 def read_host(folder: Path) -> tuple[Host, DeviceState]:
@@ -101,7 +102,8 @@ def answer(host: Host, first: DeviceState, kept: Kept, order: Order) -> Answer:
         return Answer(kept.get("uploads")) if again else Answer()
     devices = bring_to(host, devices, order, schedule)
     uploads: tuple[Upload, ...] = ()
-    if order.kind == "upload":
+    if order.kind == "upload" and devices.round_ < order.round_ < planned_rounds(host.config):
+        devices = replace(devices, round_=order.round_)
         model = model_for(host, order, order.cuts[-1])
         cut = replace(schedule, slice_index=order.cuts[-1].index)
         asked = ask_devices(devices.state, devices.stacks, host.rule, cut, order.round_)
@@ -109,6 +111,11 @@ def answer(host: Host, first: DeviceState, kept: Kept, order: Order) -> Answer:
     kept.put("devices", replace(devices, place=order.place))
     kept.put("uploads", uploads)
     return Answer(uploads)
+
+
+def planned_rounds(config: RunConfig) -> int:
+    """How many rounds ε was computed for at most; no device answers more, whatever it is asked."""
+    return config.stream.n_slices * config.privacy.rounds_per_slice
 
 
 def bring_to(host: Host, devices: Devices, order: Order, schedule: Schedule) -> Devices:
@@ -122,7 +129,7 @@ def bring_to(host: Host, devices: Devices, order: Order, schedule: Schedule) -> 
         if cut.index > devices.index:
             state = resize(devices.state, torch.from_numpy(slice_.user_keys))
             stacks = tuple(begin_stacks(model, state, slice_, own))
-            devices = Devices(state, stacks, cut.index, 0, False, devices.place)
+            devices = Devices(state, stacks, cut.index, 0, False, devices.place, devices.round_)
         ends = cut.index < newest or order.kind == "finish"
         devices = stepped(model, devices, own, own.steps if ends else order.steps)
         devices = finished(model, devices, slice_) if ends else devices
