@@ -6,6 +6,7 @@ It decides nothing about learning or privacy: coins, steps and uploads are those
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from protofed.config import RunConfig, from_toml
 from protofed.deployment.events import Events, own_events, slice_of
 from protofed.deployment.orders import Answer, Cut, Order
 from protofed.deployment.store import Kept, opened, secret_of
+from protofed.errors import RunFolderError
 from protofed.federation.newcomers import introduce, with_rows, without_base_row
 from protofed.federation.simulator import (
     Schedule,
@@ -65,10 +67,19 @@ class Devices:
 def read_host(folder: Path) -> tuple[Host, DeviceState]:
     """What is in a host's folder (see `protofed.deployment.deal`), and its users' devices after the base block."""
     given = load(folder)
-    config, table = from_toml(given.settings), pq.read_table(folder / EVENTS)
+    config, table = from_toml(given.settings), read_events(folder / EVENTS)
     events = own_events(given.name, table, given.catalogue.table["item"].combine_chunks())
     assert given.rule is not None
     return Host(given.model, given.rule, config, events, (folder / SEEDED).is_file()), given.devices
+
+
+def read_events(file: Path) -> pa.Table:
+    """The events of a host's users."""
+    try:
+        return pq.read_table(file)
+    except (pa.ArrowException, OSError) as problem:
+        said = str(problem).splitlines()[0]
+        raise RunFolderError(f"{file} cannot be read ({said}); copy it from where the federation began") from problem
 
 
 def obey(folder: Path, order: Order) -> Answer:
