@@ -18,7 +18,7 @@ run: $(READY)
 	$(BIN)/python -m protofed.cli.main demo --out runs/demo --report report.html
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m "not long"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --durations=25 -m "not long"
 
 test-long: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) -m long

@@ -303,6 +303,21 @@ def test_a_misspelt_word_is_mended_once(tmp_path, words, near):
 
 
 @pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("recommend", "x", "--user", "a", "-n", "many"), "'many' is not a valid integer"),
+        (("recommend",), "Missing argument 'MODEL'"),
+        (("data", "import"), "Missing argument 'FILE'"),
+        (("run", "--preset"), "'--preset' requires an argument"),
+    ],
+)
+def test_a_call_that_cannot_be_parsed_is_one_line(tmp_path, words, told):
+    line = refused(*words, cwd=tmp_path)
+    assert told in line
+    assert line.endswith("--help`")
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[training]\nnegtives = 3", "unknown config key 'training.negtives'; did you mean 'training.negatives'?"),
@@ -379,7 +394,7 @@ def test_ctrl_c_stops_a_run_in_one_line_leaves_whole_files_and_the_same_command_
         assert child.stderr is not None
         lines = ["warm-up (at most 1 epoch)", "preparing the method", "base block: evaluating"]
         assert [child.stderr.readline() for _ in range(4)] == [
-            f"{line}\n" for line in (*lines, "slice 0 done (1 of 3)")
+            f"{line}\n" for line in (*lines, "base block done (1 of 3)")
         ]
         child.send_signal(signal.SIGINT)
         stdout, stderr = child.communicate(timeout=60)

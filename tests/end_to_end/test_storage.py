@@ -127,7 +127,7 @@ def test_a_disk_that_fills_up_in_a_run_is_one_line_and_the_same_command_goes_on(
     monkeypatch.undo()
     rest = protofed(*LEARNING, "--out", "run", cwd=tmp_path)
     assert rest.returncode == 0, rest.stderr
-    assert "slice 0 done" not in rest.stderr  # it was kept
+    assert "base block done" not in rest.stderr  # it was kept
     for name in ("metrics.parquet", "per_user.parquet"):
         assert (tmp_path / "run" / name).read_bytes() == (undisturbed / name).read_bytes()
 

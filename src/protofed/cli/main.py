@@ -4,6 +4,7 @@ import os
 import sys
 from typing import Annotated, Any
 
+import click
 import typer
 
 from protofed.cli import data as data_commands
@@ -30,6 +31,13 @@ class Commands(Group):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except click.UsageError as problem:
+            said = problem.format_message().strip()
+            if not said:  # no arguments at all, and the help is printed already
+                raise
+            command = problem.ctx.command_path if problem.ctx else ctx.command_path
+            print(f"error: {said} See `{command} --help`", file=sys.stderr)
+            raise typer.Exit(2) from None
         except KeyboardInterrupt:
             resumed = ctx.invoked_subcommand in RESUMABLE
             where = "; the same command goes on from the last finished slice, or epoch of the warm-up"

@@ -19,7 +19,9 @@ MOST_ROUNDS = 100_000
 def privacy(
     target_epsilon: Annotated[float | None, typer.Option(help="A budget: print the noise it needs.")] = None,
     noise_multiplier: Annotated[float | None, typer.Option(help="A noise: print the ε it gives.")] = None,
-    ledger: Annotated[Path | None, typer.Option(help="A run's ledger.json: print its ε.")] = None,
+    ledger: Annotated[
+        list[Path] | None, typer.Option(help="A run's ledger.json: print its ε; repeated, of all of them together.")
+    ] = None,
     delta: Annotated[float, typer.Option(help="δ of the claim.")] = 1e-5,
     rate: Annotated[float, typer.Option(help="Each user's chance to take part in a round; 1: everybody.")] = 0.05,
     rounds: Annotated[int, typer.Option(help="Rounds over all slices together.")] = 160,
@@ -36,20 +38,17 @@ def privacy(
     from protofed.privacy.ledger import SHARE, Release, Trust, claim, share_beside
 
     check_size(delta, rounds)
-    if sum(given is not None for given in (target_epsilon, noise_multiplier, ledger)) != 1:
+    if sum(given is not None for given in (target_epsilon, noise_multiplier, ledger or None)) != 1:
         raise ConfigError("give exactly one of --target-epsilon, --noise-multiplier and --ledger")
     solver: Accountant = _one_of("--accountant", accountant, get_args(Accountant))
     trusted: Trust = _one_of("--trust", trust or "central", get_args(Trust))
     answer: dict[str, Any] = {"claim": claim([delta]), "delta": delta, "unit": "user"}
-    if ledger is not None:
-        releases, written = read(ledger)
-        if not releases:  # not ε = 0: what was trained without the mechanism is not in the ledger either
-            raise ConfigError(
-                f"{ledger} holds no release, so no ε applies; methods that train without the mechanism carry no claim"
-            )
+    if ledger:
+        releases, written = read_all(ledger)
         trusted = trusted if trust else written
-        if (share := share_beside(ledger)) is not None:
-            answer |= {SHARE: share, "claim": claim([delta], [share])}
+        shares = [share for each in ledger if (share := share_beside(each)) is not None]
+        if len(shares) == len(ledger):
+            answer |= {SHARE: max(shares), "claim": claim([delta], shares)}
     else:
         if target_epsilon is not None:
             check_budget(target_epsilon)
@@ -96,6 +95,20 @@ def check_promises(promised: "list[Guarantee]") -> None:
             f"at δ = {promised[0].delta:g} this comes out as ε = 0, which nothing that learns from a user has: "
             "δ pays for all of it; give a smaller --delta, less noise or a higher --rate"
         )
+
+
+def read_all(ledgers: list[Path]) -> "tuple[Ledger, Trust]":
+    """The releases of all files, one after the other, and the trust model of all of them."""
+    found = [read(ledger) for ledger in ledgers]
+    for path, (releases, _) in zip(ledgers, found, strict=True):
+        if not releases:  # not ε = 0: what was trained without the mechanism is not in the ledger either
+            raise ConfigError(
+                f"{path} holds no release, so no ε applies; methods that train without the mechanism carry no claim"
+            )
+    trusts = sorted({trust for _, trust in found})
+    if len(trusts) > 1:
+        raise ConfigError(f"ledgers of one trust model add up, these have {' and '.join(trusts)}; price each alone")
+    return tuple(release for releases, _ in found for release in releases), found[0][1]
 
 
 def read(ledger: Path) -> "tuple[Ledger, Trust]":

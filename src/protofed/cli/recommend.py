@@ -123,6 +123,7 @@ def reason_text(row: "Recommendation") -> str:
         parts += ["scored with a row of one's own"] if why.own_row else []
     else:
         parts.append("not met before")
+    parts += [f"known by its content alone, near {', '.join(map(str, why.like))}"] if why.like else []
     parts.append(f"place {why.public_rank} for the backbone alone")
     return "; ".join(parts)
 

@@ -3,10 +3,10 @@
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -292,14 +292,24 @@ def print_summary(summary: dict[str, object], out: Path) -> None:
         )
     console = Console()
     console.print(table)
-    console.print(
-        f"forgetting AF {summary['af']:.4f}, backward transfer {summary['bwt']:.4f}; "
-        f"`protofed report {out} -o report.html` shows all of it",
-        highlight=False,
-    )
+    for line in in_words(rows):
+        print(line)
+    print(f"forgetting AF {summary['af']:.4f}, backward transfer {summary['bwt']:.4f}")
     print_promise(summary["privacy"])
     for warning in summary["warnings"]:  # type: ignore[attr-defined]
         console.print(f"warning: {warning}", style="yellow", highlight=False)
+    if (out / "model.safetensors").is_file():
+        print(f"next: protofed recommend {shlex.quote(str(out))} --user ID -n 10")
+    print(f"all figures: protofed report {shlex.quote(str(out))} -o report.html")
+
+
+def in_words(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """The two rows that matter most, for who has not read docs/metrics.md."""
+    among = {"full": "of all items", "sampled": "of it and 99 others"}
+    for row in rows:
+        if row["subset"] == "all" and row["candidates"] in among:
+            share = f"{100 * row['hr@10']:.0f} % of {row['queries']:,} questions"
+            yield f"the user's next item was among the ten best {among[row['candidates']]} in {share}"
 
 
 def print_promise(said: object) -> None:

@@ -70,7 +70,7 @@ def tune(
 ) -> None:
     """Choose hyper-parameters on the base block alone, the same number of trials for every method."""
     from protofed.experiments.run import pick_device
-    from protofed.experiments.tuning import claim_folder, take_over, tried, write_best, write_tables
+    from protofed.experiments.tuning import claim_folder, take_over, tried, write_best, write_table
     from protofed.files import make_folder
 
     if out is None or not method:
@@ -100,7 +100,7 @@ def tune(
         told = {"flags": flags, "settings": settings or [], "slices": slices, "trials": trials, **places}
         run_side_by_side(searches, told, out, console, jobs)
     found = {search.config.method: write_best(search, out) for search in searches}
-    outcomes = [outcome for outcome in write_tables(out) if outcome.method in found]
+    outcomes = [outcome for outcome in write_table(out) if outcome.method in found]
     print(json.dumps(summary(found, outcomes), indent=2)) if as_json else print_table(found, outcomes, out, root)
     if None in found.values():
         raise typer.Exit(1)
@@ -167,9 +167,9 @@ def say_if_nothing(search: "Tuning", console: Console) -> None:
 
 def noted(search: "Tuning", outcome: "Outcome", out: Path, console: Console) -> None:
     """Tables and best.toml rewritten after a trial, and a line about it."""
-    from protofed.experiments.tuning import write_best, write_tables
+    from protofed.experiments.tuning import write_best, write_table
 
-    write_tables(out)
+    write_table(out)
     best = write_best(search, out)
     name, total, number = search.config.method, len(search.trials), outcome.trial
     said = outcome.failed or f"{outcome.objective:.4f}"

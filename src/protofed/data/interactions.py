@@ -1,5 +1,6 @@
 """InteractionLog: who met what, when, in chronological order."""
 
+import hashlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -197,3 +198,13 @@ def select(log: InteractionLog, keep: Bool[Tensor, " N"]) -> InteractionLog:
 def renamed(log: InteractionLog, name: str) -> InteractionLog:
     """The same events under another name."""
     return replace(log, name=name)
+
+
+def fingerprint(log: InteractionLog) -> str:
+    """A name for the events of a log."""
+    found = hashlib.sha256(log.name.encode())
+    for column in (log.users, log.items, log.times):
+        found.update(column.numpy().tobytes())
+    for ids in (log.user_ids, log.item_ids):
+        found.update(repr(ids.to_pylist()).encode())
+    return found.hexdigest()[:16]

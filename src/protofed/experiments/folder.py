@@ -21,6 +21,7 @@ import torch
 
 from protofed.config import RunConfig, as_today, to_toml
 from protofed.errors import DataError, RunFolderError
+from protofed.experiments.records import read_text
 from protofed.files import (
     UNFINISHED,
     file_checksum,
@@ -43,6 +44,7 @@ SORTED_BY = {  # the tables of a finished run, metrics last; ranks stay in the o
 }
 
 LOCK, CHECKPOINT, CHECKSUMS = ".lock", "checkpoint.safetensors", "checksums.json"
+EVENTS = "events"  # in environment.json: a name for the log's events
 FILES = (
     *("config.toml", "environment.json", "ledger.json", "log.jsonl", CHECKPOINT),
     *(f"{name}.parquet" for name in SORTED_BY),
@@ -91,7 +93,7 @@ def _refuse_other(path: Path, text: str) -> None:
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"--out {path} is a file, a run needs a folder")
     if written.is_file():
-        refuse_other_config(path, as_today(read_config_text(written)), text)
+        refuse_other_config(path, as_today(read_text(written)), text)
     elif path.is_dir() and any(not _is_passing(found.name) for found in path.iterdir()):
         raise RunFolderError(f"--out {path} is not empty and holds no run; choose a new folder")
 
@@ -112,14 +114,6 @@ def refuse_other_config(path: Path, old: str, new: str) -> None:
     )
 
 
-def read_config_text(path: Path) -> str:
-    """The text of a run's config.toml."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as problem:
-        raise RunFolderError(f"{path} is not UTF-8 text ({problem}); delete its folder and run again") from problem
-
-
 def _refuse_wrong_kinds(path: Path) -> None:
     """Refuse a folder where a file belongs, and a file where a folder belongs, before a run works for them."""
     for name in FILES:
@@ -127,6 +121,17 @@ def _refuse_wrong_kinds(path: Path) -> None:
             raise RunFolderError(f"{path / name} is a folder where a file belongs; remove it and run again")
     if (path / "slices").exists() and not (path / "slices").is_dir():
         raise RunFolderError(f"{path / 'slices'} is a file where a folder belongs; remove it and run again")
+
+
+def refuse_other_log(folder: RunFolder, events: str) -> None:
+    """Refuse to go on, or to show what is finished, with other events than the run began with."""
+    began = events
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # none yet, or from before this was written down
+        began = json.loads((folder.path / "environment.json").read_text(encoding="utf-8")).get(EVENTS, events)
+    if began != events:
+        raise RunFolderError(
+            f"--out {folder.path} holds a run on other events: the log has changed since; choose a new folder"
+        )
 
 
 def describe(folder: RunFolder, environment: Mapping[str, object]) -> None:

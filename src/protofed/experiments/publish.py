@@ -76,7 +76,8 @@ def published(method: Method[Any], world: World, state: Any, n_items: int) -> Pu
         made = published(method.inner, world, state.inner, n_items)
         return made and replace(made, head=state.fitted if state.fitted.head.worn else None)
     if isinstance(method, Recommending):
-        return method.publish(world, state, n_items)
+        made = method.publish(world, state, n_items)
+        return replace(made, rule=None) if shares_nothing(world.config) else made
     if not isinstance(state, BackboneState):
         return None
     bare = LocalRule(use_rows=False, steps=0, allowed=tuple(variant == BARE for variant in VARIANTS))
@@ -152,9 +153,10 @@ def card_lines(folder: Path, config: RunConfig, data: SliceStream, around: Surro
     yield f"{len(log):,} events of {log.n_users:,} users with {log.n_items:,} items, {day(log, 0)} to {day(log, -1)}."
     if around.everyone is not None:
         rest = around.everyone.n_users - log.n_users
-        yield f"{rest:,} more users have too few events to learn from; their devices start from their history."
+        if rest:
+            yield f"{rest:,} more users have too few events to learn from; their devices start from their history."
     yield f"The backbone learned the first {100 * config.stream.base_fraction:g} % of the events, then was frozen;"
-    yield f"{data.n_slices} slices followed. Items that appear later are unknown to this model."
+    yield f"{data.n_slices} slices followed."
     yield ""
     yield "## Accuracy"
     yield "Mean over slices, each tested on events after it was learned; `sampled`: one positive among 99 negatives,"
@@ -166,6 +168,13 @@ def card_lines(folder: Path, config: RunConfig, data: SliceStream, around: Surro
     for row in rows:
         values = f"{row['ndcg@10']:.4f} | {row['hr@10']:.4f} | {row['queries']:,}"
         yield f"| {row['candidates']} | {row['subset']} | {values} |"
+    yield ""
+    yield "## Limits"
+    yield "- Items that first appear after the last event are unknown to this model: train again to add them."
+    block = f"the first {100 * config.stream.base_fraction:g} %"
+    yield f"- Events of the base block, {block}, were collected centrally; no ε covers them."
+    yield "- It was tested on this log alone; what it is worth elsewhere was not measured."
+    yield "- The tests are of the past: what people would have done with other items in view is not in a log."
     yield ""
     yield "## Settings"
     yield f"Preset {config.preset}, d = {config.backbone.width}, seed {config.seed}; all of them in config.toml."

@@ -13,7 +13,7 @@ import torch
 from protofed.backbone.pretrain import cached_warm_up
 from protofed.backbone.training import PlainDescent
 from protofed.config import RunConfig, features_of
-from protofed.data.interactions import InteractionLog
+from protofed.data.interactions import InteractionLog, fingerprint
 from protofed.errors import ConfigError, RunFolderError
 from protofed.experiments import folder as folders
 from protofed.experiments.evaluate import (
@@ -71,6 +71,7 @@ class Experiment:
         check_content(self.config, self.content, self.log)
         data = SliceStream(self.log, self.config.stream)  # a log that cannot be cut leaves no folder behind
         with folders.opened(out, self.config, patience=patience) as folder:
+            folders.refuse_other_log(folder, fingerprint(self.log))
             if not folder.finished:
                 with deterministic():
                     run_slices(self, folder, method, data, progress)
@@ -110,7 +111,7 @@ def run_slices(
     """Every slice that is not finished yet, each evaluated and checkpointed before the next."""
     environment = folders.environment(experiment.device, experiment.command, experiment.config.seed)
     share = share_with_base_events(data.log.users.numpy(), data.bounds[0].end)
-    folders.describe(folder, {**environment, SHARE: share})
+    folders.describe(folder, {**environment, folders.EVENTS: fingerprint(data.log), SHARE: share})
     checkpoint = folders.load_checkpoint(folder)  # damage is told before anything is computed
     if checkpoint is not None:
         folders.check_slices(folder, checkpoint[0])
@@ -137,7 +138,7 @@ def run_slices(
         tables["timing"] = timing(index, seconds if index else {"warm-up": warm_up_seconds, **seconds})
         folder.log({"slice": index, "stage": "learn", **diagnostics})
         folders.save_slice(folder, index, tables, take_snapshot(state))
-        progress(RUN, index + 1, n_slices + 1, f"slice {index} done")
+        progress(RUN, index + 1, n_slices + 1, f"slice {index} done" if index else "base block done")
     if experiment.keep is not None:
         publish(folder, method, world, state, data, experiment.keep)
     folders.finish(folder, data.n_slices)

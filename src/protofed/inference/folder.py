@@ -114,11 +114,14 @@ def refuse_no_model(folder: Path) -> None:
     if (folder / MODEL).is_file():
         return
     if not folder.is_dir():
-        raise RunFolderError(f"no model at {folder}: there is no such folder; name one that `protofed run --out` wrote")
+        found = "it is a file, a model is a folder" if folder.is_file() else "there is no such folder"
+        raise RunFolderError(f"no model at {folder}: {found}; name one that `protofed run --out` wrote")
     if not (folder / SETTINGS).is_file():
         raise RunFolderError(f"no model at {folder}: it is no run's folder; name one that `protofed run --out` wrote")
     if not (folder / "metrics.parquet").is_file():
         raise RunFolderError(f"no model at {folder}: its run is not finished; give the same `protofed run` again")
+    if (folder / DEVICES).is_file():
+        raise RunFolderError(f"no model at {folder}: {MODEL} is missing; {RUN_AGAIN}")
     raise RunFolderError(
         f"no model at {folder}: its run kept none (made by a bench or an older version, or ranked by what no device "
         "holds); train into a new folder with `protofed run`"

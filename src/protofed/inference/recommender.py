@@ -20,7 +20,7 @@ from protofed.client.upload import Upload, make_upload
 from protofed.errors import DataError
 from protofed.inference import device as single
 from protofed.inference.answer import Ready, make_ready, score_next
-from protofed.inference.head import FittedHead, with_head
+from protofed.inference.head import FittedHead, Standing, standing_of, with_head
 from protofed.inference.kept_past import KeptPast, after_event, keep_past, kept_cells
 from protofed.inference.online import online_inference
 from protofed.privacy.draws import Draws, SystemDraws
@@ -87,6 +87,7 @@ class Reason:
     last_met: int | None  # unix seconds
     own_row: bool  # scored with a row that this device learned
     public_rank: int  # where the backbone alone would rank it among the same candidates, 1 for first
+    like: tuple[object, ...]  # known items that its content places it beside; empty where events taught it
     prototypes: tuple[Prototype, ...]  # behind the whole answer; empty where this device uses no prompt
 
 
@@ -186,11 +187,15 @@ class Recommender:
             return scores
         query = single.as_query(self.model, state, time)
         own = kept_cells(past, int(query.times[0]), len(scores)) if past is not None else None
-        return with_head(self.head, scores[None], query, own)[0]
+        return with_head(self.head, scores[None], query, own, self._standing)[0]
 
     @cached_property
     def _ready(self) -> Ready | None:
         return make_ready(self.model)
+
+    @cached_property
+    def _standing(self) -> Standing | None:
+        return standing_of(self.head, self.model.n_items) if self.head is not None else None
 
     def _events(self, items: list[object], times: Sequence[int] | None, known: list[bool]) -> Memory:
         """A history as a device remembers it; without times one event a second, ending now."""
@@ -211,6 +216,11 @@ class Recommender:
     def prototype_items(self, number: int, n: int = SHOWN) -> tuple[object, ...]:
         """The items that a prototype's prompt lifts most for somebody without a history."""
         return tuple(self.catalogue.item(item) for item in self._lifted[number, :n].tolist())
+
+    def like(self, item: int, n: int = SHOWN) -> tuple[object, ...]:
+        """The known items nearest to one that content alone describes; none where its row was learned from events."""
+        near = neighbours_by_content(self.model, item, n)
+        return tuple(self.catalogue.item(number) for number in near.tolist())
 
     @cached_property
     def _lifted(self) -> Int[torch.Tensor, "K n"]:
@@ -314,7 +324,8 @@ class Device:
         for item in items:
             met = times[past == item].tolist()
             rank = 1 + int((rivals > alone[item]).sum())
-            found.append(Reason(len(met), max(met, default=None), item in rows, rank, prototypes))
+            like = self.recommender.like(item)
+            found.append(Reason(len(met), max(met, default=None), item in rows, rank, like, prototypes))
         return found
 
     def _routed(self) -> tuple[Prototype, ...]:
@@ -338,3 +349,14 @@ def items_lifted(model: Model, n: int) -> Int[torch.Tensor, "K n"]:
     prompts = rescale_like(model.prompts, scale) if not model.rule.as_printed else model.prompts
     prompted = backbone.last_hidden(nobody.expand(len(prompts), -1), prompts)
     return (backbone.scores(prompted, model.n_items) - plain).topk(min(n, model.n_items)).indices
+
+
+@torch.no_grad()
+def neighbours_by_content(model: Model, item: int, n: int) -> Int[torch.Tensor, " n"]:
+    """The known items whose rows point most nearly where content puts this one; none where it needs no content."""
+    backbone, known = model.backbone, model.backbone.has_row.nonzero()[:, 0]
+    content, asked = backbone.content, torch.tensor([item], device=backbone.items.device)
+    if content is None or bool(backbone.knows(asked)) or not bool(content.describes(asked)):
+        return known[:0]
+    cosines = torch.cosine_similarity(backbone.embed(asked), backbone.embed(known), dim=-1)
+    return known[cosines.topk(min(n, len(known))).indices]

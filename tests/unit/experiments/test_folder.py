@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+from dataclasses import replace
 
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -11,6 +12,7 @@ import worlds
 from safetensors.torch import save_file
 
 from protofed.config import RunConfig, read_toml, to_toml
+from protofed.data.interactions import select
 from protofed.errors import RunFolderError
 from protofed.experiments.folder import RunFolder, finish, load_checkpoint, opened
 from protofed.experiments.run import Experiment
@@ -41,6 +43,20 @@ def test_the_environment_says_how_many_later_users_have_events_in_the_base_block
     told = json.loads((folder.path / "environment.json").read_text())[SHARE]
     assert told == len(later & before) / len(later)
     assert 0 < told < 1
+
+
+def test_a_folder_of_other_events_is_refused_finished_or_not(tmp_path):
+    began = experiment(tmp_path)
+    folder = began.run(tmp_path / "run")
+    log = worlds.tiny_log()
+    fewer = replace(began, log=select(log, torch.arange(len(log)) > 0))
+    before = {path.name: path.read_bytes() for path in folder.path.iterdir()}
+    with pytest.raises(RunFolderError, match="holds a run on other events: the log has changed since; choose a new"):
+        fewer.run(tmp_path / "run")
+    assert {path.name: path.read_bytes() for path in folder.path.iterdir()} == before
+    (folder.path / "metrics.parquet").unlink()  # as if it had been stopped
+    with pytest.raises(RunFolderError, match="holds a run on other events"):
+        fewer.run(tmp_path / "run")
 
 
 def test_the_ledger_of_a_run_is_one_that_can_be_priced(tmp_path):

@@ -1,5 +1,6 @@
 """A model from its folder: the answers of the run it came from, in original ids, and one line where it is damaged."""
 
+import copy
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -14,6 +15,7 @@ import torch
 from worlds import CPU, LENGTH, every_value, random_model, tiny_config, tiny_log, tiny_stream, warmed_up_on
 
 import protofed
+from protofed.backbone.content import with_nearest
 from protofed.backbone.one_query import embed_history, last_state, lay_out, score_items
 from protofed.client.memory import Memory
 from protofed.client.model import VARIANTS
@@ -25,6 +27,7 @@ from protofed.experiments.folder import RunFolder, load_checkpoint
 from protofed.experiments.publish import Surroundings
 from protofed.experiments.run import Experiment
 from protofed.experiments.summary import summarise_run
+from protofed.features.content import Content, modality
 from protofed.federation.popularity import base_votes
 from protofed.files import load_tensors, save_tensors
 from protofed.inference import device as single
@@ -234,6 +237,23 @@ def test_reasons_say_how_often_an_item_was_met_and_what_the_backbone_alone_think
     assert model().device(user).recommend(1, why=True)[0].why.prototypes == ()
 
 
+def test_an_item_that_content_alone_describes_is_said_to_be_like_the_known_items_beside_it():
+    shared, untaught = model().model, 7
+    backbone = copy.deepcopy(shared.backbone)
+    backbone.has_row[untaught] = False
+    degrees = torch.stack([torch.arange(shared.n_items) / 10.0, torch.zeros(shared.n_items)], dim=1).double()
+    degrees[untaught] = degrees[3] + 1e-4
+    present = torch.ones(shared.n_items, dtype=torch.bool)
+    backbone = with_nearest(backbone, Content((modality("place", degrees, present),)), 1)
+    told = replace(model(), model=replace(shared, backbone=backbone))
+    assert told.like(untaught)[0] == told.catalogue.item(3)
+    assert told.like(3) == ()  # events taught it
+    assert model().like(untaught) == ()  # nothing is known of it but events
+    device = told.device(history=[told.catalogue.item(1)])
+    (row,) = device.recommend(1, candidates=[told.catalogue.item(untaught)], why=True)
+    assert row.why.like == told.like(untaught)
+
+
 def test_feedback_learning_and_uploads_are_those_of_the_line():
     _, user = user_with(lambda devices, u: bool(devices.met[u]) and not bool(devices.contributes[u]))
     device = model().device(user, draws=SeededDraws(4))
@@ -333,10 +353,12 @@ def another_run(folder):
         (lambda f: pq.write_table(pa.table({"item": ["a"]}), f / ITEMS), "found 1 rows"),
         (lambda f: (f / "ledger.json").write_text("{}"), "ledger.json is not a ledger"),
         (lambda f: (f / "config.toml").write_bytes(b"\xff"), "config.toml cannot be read"),
-        (lambda f: (f / MODEL).unlink(), "its run kept none"),
+        (lambda f: (f / MODEL).unlink(), "model.safetensors is missing"),
+        (lambda f: [(f / name).unlink() for name in (MODEL, DEVICES)], "its run kept none"),
         (lambda f: [(f / name).unlink() for name in (MODEL, "metrics.parquet")], "its run is not finished"),
         (lambda f: [(f / name).unlink() for name in (MODEL, "config.toml")], "it is no run's folder"),
         (lambda f: shutil.rmtree(f), "there is no such folder"),
+        (lambda f: (shutil.rmtree(f), f.write_text("x")), "it is a file, a model is a folder"),
     ],
 )
 def test_a_folder_that_holds_no_whole_model_is_one_line_with_a_way_out(tmp_path, change, told):
@@ -354,6 +376,22 @@ def test_the_card_says_what_it_is_what_leaves_a_device_and_where_it_ends():
     summary = summarise_run(RunFolder(run_folder()))
     first = summary["headline"][0]
     assert f"| sampled | all | {first['ndcg@10']:.4f} | {first['hr@10']:.4f} | {first['queries']:,} |" in card
+    assert "Events of the base block, the first 50 %, were collected centrally; no ε covers them." in card
+    for word in ("ε = ", "δ = 1e-5", "add or remove one user", "per user", "central trust"):
+        assert word in card
+
+
+def test_where_nothing_is_shared_no_device_makes_an_upload(tmp_path):
+    config = tiny_config(method="protofed", protofed__mode="nothing", scoring__head=True)
+    Experiment(config, tiny_log(), tmp_path / "cache", CPU, keep=Surroundings()).run(tmp_path / "run")
+    loaded = protofed.load(tmp_path / "run")
+    assert bool(loaded.devices.contributes.any())
+    users = [tiny_log().user_ids[u].as_py() for u in loaded.devices.contributes.nonzero()[:, 0].tolist()]
+    assert [loaded.device(user).upload() for user in users] == [None] * len(users)
+    device = loaded.device(users[0])
+    device.feedback(loaded.catalogue.item(5))
+    device.learn()
+    assert device.upload() is None
 
 
 def test_a_finished_run_keeps_its_model_as_it_is(tmp_path):

@@ -1,6 +1,7 @@
 """`protofed privacy`: never an ε without all that it means."""
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -76,7 +77,7 @@ def test_a_noise_gives_its_epsilon():
 def test_an_empty_ledger_is_not_sold_as_epsilon_zero(tmp_path):
     write_ledger(tmp_path / "ledger.json", ())
     with pytest.raises(ConfigError, match="holds no release, so no ε applies"):
-        privacy(ledger=tmp_path / "ledger.json")
+        privacy(ledger=[tmp_path / "ledger.json"])
 
 
 def test_a_ledger_is_priced_as_a_whole(tmp_path):
@@ -87,6 +88,17 @@ def test_a_ledger_is_priced_as_a_whole(tmp_path):
     assert found["trust"] == "secure-aggregation"
     assert by_pair(found)["secure-aggregation", "release"]["epsilon"]["pld"] == pytest.approx(5.88, abs=0.01)
     assert [release["stream"] for release in found["releases"]] == ["prototypes", "popularity", "new items"]
+
+
+def test_ledgers_of_several_runs_are_priced_together_and_only_under_one_trust(tmp_path):
+    paths = [str(tmp_path / name) for name in ("first.json", "again.json", "other.json")]
+    for path, trust in zip(paths, ("central", "central", "local"), strict=True):
+        write_ledger(Path(path), (Release(3.5237, 1.0, 8),), trust=trust)
+    found = answer("--ledger", paths[0], "--ledger", paths[1])
+    twice = answer("--noise-multiplier", "3.5237", "--rate", "1", "--rounds", "16")
+    assert by_pair(found)["central", "release"]["epsilon"] == by_pair(twice)["central", "release"]["epsilon"]
+    with pytest.raises(ConfigError, match="ledgers of one trust model add up, these have central and local"):
+        privacy(ledger=[Path(paths[0]), Path(paths[2])])
 
 
 def test_noise_is_solved_for_the_trust_that_is_asked_for():
