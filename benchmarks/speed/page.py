@@ -56,11 +56,9 @@ def text(compared: Sequence[Mapping[str, Any]], grown: Sequence[Mapping[str, Any
         yield f"### Width {one['width']}\n"
         yield f"Made on {on_machine(source)}.\n"
         yield from comparison(one)
-        by_clock, by_cpu = one["share_of_matmul"], one["share_of_matmul_by_cpu"]
         yield (
             f"\nThe systems differed by {one['largest_difference']:.1e} before. A round of ours is "
-            f"{one['gflop_per_round']:.1f} GFLOP of matrix products, padding included: {by_clock:.0%} by the clock, "
-            f"{by_cpu:.0%} by CPU seconds, of the {one['matmul_gflops']:.0f} GFLOP/s that one large product reached.\n"
+            f"{one['gflop_per_round']:.1f} GFLOP of matrix products, padding included.\n"
         )
     for found in grown:
         yield f"## Growth\n\nOurs alone, width {found['by_round'][0]['width']}. Made on {on_machine(found)}.\n"
