@@ -2,9 +2,11 @@
 
     python benchmarks/recommend_speed.py runs/shop
 
-Every answer is computed anew: routing, prompt, own rows, ranking; nothing is kept from the answer before. The peer is
+Every answer is computed anew: routing, prompt, own rows, ranking, the head; nothing is kept from the answer before but
+what no question changes (counts of items, the device's folded past). The peer is
 the bare backbone (`SASRec.last_hidden`, scores of all items, the ten best) on the same history; beside it stands the
-backbone in the flat form that answers are computed with, which has one pass where an answer has two. Users are
+backbone in the flat form that answers are computed with, which has one pass where an answer has two. Under a head the
+answer is timed with it and without, and an event folded into what the device keeps of its past. Users are
 those of the folder who use their prompt and their own rows, which is the longest way. Times are of the processor, on
 one thread.
 """
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -24,6 +27,7 @@ from protofed.backbone.one_query import embed_history, last_state, score_items
 from protofed.client.state import select
 from protofed.inference import device as single
 from protofed.inference.answer import make_ready
+from protofed.inference.kept_past import after_event
 from protofed.inference.online import online_inference
 
 
@@ -53,7 +57,8 @@ def main() -> None:
     places = (model.devices.use_prompt & model.devices.use_rows & model.devices.met).nonzero()[:, 0][: arguments.users]
     if not len(places):
         sys.exit(f"error: no device of {arguments.folder} uses both its prompt and its own rows; train a larger model")
-    ratios, alone, whole, stacked, flat = [], [], [], [], []
+    headless = replace(model, head=None)
+    ratios, alone, whole, stacked, flat, bare_headed, folded = [], [], [], [], [], [], []
     ready = make_ready(shared)
     assert ready is not None
     for place in places:
@@ -78,6 +83,11 @@ def main() -> None:
         flat.append(milliseconds(laid_out, arguments.repeats))
         alone.append(milliseconds(bare, arguments.repeats))
         whole.append(milliseconds(lambda device=device: device.recommend(10), arguments.repeats))  # type: ignore[misc]
+        without = protofed.Device(headless, state, None, learned=0)  # type: ignore[arg-type]
+        bare_headed.append(milliseconds(lambda device=without: device.recommend(10), arguments.repeats))  # type: ignore[misc]
+        if (past := device.past) is not None:
+            event = int(state.memory.items[-1]), int(state.memory.times[-1])
+            folded.append(milliseconds(lambda past=past, event=event: after_event(past, *event), arguments.repeats))  # type: ignore[misc]
         stacked.append(milliseconds(in_a_stack, arguments.repeats))
         ratios.append(whole[-1] / alone[-1])
     command = [sys.executable, "-m", "protofed.cli.main", "recommend", arguments.folder, "--history", "", "--json"]
@@ -92,6 +102,8 @@ def main() -> None:
                 "first_answer_of_the_command_s": round(time.perf_counter() - began, 2),
                 "backbone_ms": round(statistics.median(alone), 3),
                 "recommend_ms": round(statistics.median(whole), 3),
+                "recommend_without_head_ms": round(statistics.median(bare_headed), 3),
+                "event_into_the_heads_past_ms": round(statistics.median(folded), 3) if folded else None,
                 "through_the_stacked_way_ms": round(statistics.median(stacked), 3),
                 "backbone_laid_out_flat_ms": round(statistics.median(flat), 3),
                 "recommend_over_flat_backbone": round(

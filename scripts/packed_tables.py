@@ -35,6 +35,7 @@ ACCURACY = (
 )
 GAPS = (("sampled", "all"), ("sampled", "novel"), ("full", "all"), ("full", "novel"))
 OURS, PRIVATE = "protofed-sp (reference)", "private)"  # the private row that is ours, and how the labels of others end
+SILENT = "frozen-no-new-rows"  # a method that shares nothing after the base block
 METRICS = {"ndcg@10": ndcg, "hr@10": hit_rate}
 NO_SUCH_EVENTS = -1.0  # a log without repeats has no figure for them
 COSTS = ("bytes_up", "bytes_down", "trainable_parameters", "trainable_parameters_per_user", "learn")
@@ -184,6 +185,25 @@ def exported(dataset: str, export: Path) -> dict[str, dict[tuple[str, str, str],
                 key = line["quantity"], line["candidates"], line["subset"]
                 found.setdefault(line["method"], {}).setdefault(key, line)
     return found
+
+
+def share_lines(datasets: Sequence[str], export: Path) -> list[str]:
+    """Of each log the best method of all, under a budget and sharing nothing; then the first two on novel events."""
+    made = []
+    for dataset in datasets:
+        rows = {name: cells for name, cells in exported(dataset, export).items() if "=" not in name}
+        private = {name for name, cells in rows.items() if ("ε", "", "") in cells}
+        silent = {name for name in rows if name == SILENT or "share nothing" in name}
+        groups = (("all", set(rows)), ("all", private), ("all", silent), ("novel", set(rows)), ("novel", private))
+        made.append(f"| {dataset} | " + " | ".join(leader(rows, names, subset) for subset, names in groups) + " |")
+    return made
+
+
+def leader(rows: Mapping[str, Mapping[tuple[str, str, str], dict[str, str]]], names: set[str], subset: str) -> str:
+    """The best of these rows by sampled NDCG@10, and its value."""
+    values = {name: float(rows[name]["ndcg@10", "sampled", subset]["mean"]) for name in sorted(names)}
+    best = max(values, key=values.__getitem__)
+    return f"{best} {short(values[best])}"
 
 
 def cost_lines(dataset: str, pack: Path, export: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""The tables of docs/results.md, docs/more_logs.md and docs/paper_size.md, rewritten in place from the committed runs.
+"""The tables of results in docs/ (PAGES says on which pages), rewritten in place from the committed runs.
 
 A page shows the rows of a table that a reader asks about first; results/tables has every table with more rows whole.
 
@@ -24,6 +24,7 @@ from packed_tables import (
     gap_lines,
     glance_lines,
     noise_lines,
+    share_lines,
     sweep_lines,
     warm_up_lines,
     width_lines,
@@ -144,7 +145,17 @@ def tables_of_paper_size() -> Iterator[Table]:
         yield gaps(dataset, pack, 5)
 
 
-PAGES = {"results.md": tables_of_results, "more_logs.md": tables_of_more_logs, "paper_size.md": tables_of_paper_size}
+def tables_of_index() -> Iterator[Table]:
+    """That of docs/index.md: what wins at which share setting."""
+    yield Table("log", partial(share_lines, SEARCHED, RESULTS / "overall.csv"))
+
+
+PAGES = {
+    "index.md": tables_of_index,
+    "results.md": tables_of_results,
+    "more_logs.md": tables_of_more_logs,
+    "paper_size.md": tables_of_paper_size,
+}
 
 
 def rewritten(name: str) -> tuple[str, dict[str, str]]:

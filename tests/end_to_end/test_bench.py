@@ -19,7 +19,6 @@ from protofed.experiments.bench import Job, Status
 from protofed.experiments.grid import Cell
 from protofed.experiments.pool import Ended
 from protofed.experiments.run import Experiment
-from protofed.experiments.tidy import finished_runs
 
 
 def cell(method="popularity", seed=0, **settings):
@@ -100,33 +99,14 @@ def test_a_cell_that_fails_is_written_down_and_the_others_go_on(tmp_path, cache)
     cells = [cell(seed=seed) for seed in range(3)]
     board, _ = played(tmp_path, cells, cache, failing=["seed-1"])
     assert [board[it.folder].state for it in cells] == ["done", "failed", "done"]
-    (entry,) = json.loads((tmp_path / "failed.json").read_text()).items()
-    assert entry[0] == cells[1].folder
-    assert entry[1]["error"] == "it is impossible"
-    assert (tmp_path / entry[1]["traceback"]).read_text().startswith("Traceback")
+    assert board[cells[1].folder].error == "it is impossible"
+    (told,) = (path for path in (tmp_path / "failed").rglob("*") if path.is_file())
+    assert told == tmp_path / "failed" / f"{cells[1].folder}.txt"
+    assert told.read_text().startswith("Traceback")
     again, started = played(tmp_path, cells, cache)
     assert [worker.job.folder for worker in started] == [str(tmp_path / cells[1].folder)]
     assert {status.state for status in again.values()} == {"done"}
-    assert not (tmp_path / "failed.json").exists()
     assert not (tmp_path / "failed").exists()
-
-
-def test_tables_that_take_long_are_written_early_and_at_the_end_not_after_every_cell(tmp_path, cache, monkeypatch):
-    def slow(out):
-        time.sleep(0.01)
-        written.append(len(finished_runs(out)))
-
-    written = []
-    monkeypatch.setattr(bench, "write_tables", slow)
-    cells = [cell(seed=seed) for seed in range(4)]
-    monkeypatch.setattr(bench, "SPARING", 1e9)
-    written = []
-    played(tmp_path / "slow", cells, cache, jobs=1)
-    assert written == [1, 4]
-    monkeypatch.setattr(bench, "SPARING", 0.0)
-    written = []
-    played(tmp_path / "quick", cells, cache, jobs=1)
-    assert written == [1, 2, 3, 4]
 
 
 def test_an_interruption_stops_every_worker_and_passes_on(tmp_path, cache):
@@ -171,7 +151,7 @@ def test_a_warm_up_is_never_computed_by_two_workers_at_once(tmp_path, cache):
 
 
 def reached_warm_up(out, cells):
-    return all(bench.reached(out / it.folder / "log.jsonl", 0) is not None for it in cells)
+    return all((out / it.folder / "log.jsonl").is_file() for it in cells)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=8), st.sets(st.integers(0, 2)), st.integers(1, 5))
@@ -208,18 +188,6 @@ def test_a_finished_cell_with_a_damaged_table_is_named(tmp_path, cache):
         bench.standing(it, tmp_path)
 
 
-def test_only_what_this_attempt_wrote_tells_how_far_it_is(tmp_path):
-    log = tmp_path / "log.jsonl"
-    assert bench.reached(log, 0) is None
-    old = '{"slice": 0, "stage": "warm-up"}\n{"slice": 3, "stage": "learn"}\n'
-    log.write_text(old)
-    assert bench.reached(log, len(old)) is None
-    log.write_text(old + '{"slice": 0, "stage": "warm-up"}\n')
-    assert bench.reached(log, len(old)) == -1
-    log.write_text(old + '{"slice": 0, "stage": "warm-up"}\n{"slice": 4, "stage": "learn"}\n{"slice": 5, "sta')
-    assert bench.reached(log, len(old)) == 4
-
-
 @pytest.mark.parametrize(
     ("ended", "line"),
     [
@@ -247,13 +215,6 @@ def test_the_time_left_is_judged_by_cells_of_the_same_kind():
     assert bench.time_left(cells, board, 2, 115.0) == pytest.approx((10 + 25 + 25) / 2)
     waiting = {it.folder: Status("waiting") for it in cells}
     assert not bench.time_left(cells, waiting, 2, 115.0) >= 0  # unknown
-
-
-def test_the_best_row_is_the_one_with_the_highest_mean_over_seeds():
-    cells = [cell("popularity", 0), cell("popularity", 1), cell("frozen", 0), cell("ewc", 0)]
-    scores = (0.9, 0.1, 0.6, float("nan"))
-    board = {it.folder: Status("done", score=score) for it, score in zip(cells, scores, strict=True)}
-    assert bench.best_so_far(cells, board) == {"synthetic": ("frozen/default", 0.6)}
 
 
 def test_one_folder_has_one_bench_at_a_time(tmp_path, monkeypatch):

@@ -394,7 +394,7 @@ def test_ctrl_c_stops_a_run_in_one_line_leaves_whole_files_and_the_same_command_
         assert child.stderr is not None
         lines = ["warm-up (at most 1 epoch)", "preparing the method", "base block: evaluating"]
         assert [child.stderr.readline() for _ in range(4)] == [
-            f"{line}\n" for line in (*lines, "slice 0 done (1 of 3)")
+            f"{line}\n" for line in (*lines, "base block done (1 of 3)")
         ]
         child.send_signal(signal.SIGINT)
         stdout, stderr = child.communicate(timeout=60)

@@ -48,7 +48,7 @@ def can_be_private(name: str) -> bool:
 
 
 def test_there_is_a_file_for_everything_the_paper_shows():
-    wanted = {"overall", "private", "paper-size", "warm-up", "peft", "module-size"}
+    wanted = {"overall", "small-logs", "private", "paper-size", "warm-up", "peft", "module-size"}
     ours = {"flagship", "flagship-content", "growth", "content", "content-alone"}
     assert {path.stem for path in PAPER} == wanted | ours | {"ablations", "sensitivity", "privacy-utility"}
 
@@ -70,13 +70,13 @@ def test_two_lines_say_what_a_file_reproduces_and_how_many_runs_that_takes(path)
     assert {cell.config.seed for cell in cells_of(path)} == {0, 1, 2}
 
 
-def test_all_files_can_share_a_folder_and_mean_the_same_run_and_no_run_has_two_folders():
+def test_all_files_but_contents_can_share_a_folder_and_mean_the_same_run_and_no_run_has_two_folders():
     configs, folders = {}, {}
-    for cell in (cell for path in PAPER for cell in cells_of(path)):
+    alike = [path for path in PAPER if not path.stem.startswith("content")]  # those name rows by their content
+    for cell in (cell for path in alike for cell in cells_of(path)):
         text = to_toml(cell.config)
         assert configs.setdefault(cell.folder, text) == text, cell.folder
-        if cell.variant != "id-only":  # content.toml has its own rows of ID alone, which overall.toml has as well
-            assert folders.setdefault(text, cell.folder) == cell.folder
+        assert folders.setdefault(text, cell.folder) == cell.folder
 
 
 def test_the_overall_table_has_every_method_on_every_log_and_protofed_sp_without_noise():
@@ -86,6 +86,15 @@ def test_the_overall_table_has_every_method_on_every_log_and_protofed_sp_without
     assert {(c.config.dataset, c.config.stream.n_slices) for c in found} == {(x, 1 if x == "hm" else 8) for x in logs}
     assert {cell.config.protofed.mode for cell in found if cell.config.method == "protofed-sp"} == {"reference", "nodp"}
     assert {cell.config.preset for cell in found} == {"small"}
+
+
+def test_small_logs_wait_for_steps_and_are_otherwise_those_of_the_overall_table():
+    found = named("small-logs")
+    logs = {cell.config.dataset for cell in found}
+    assert logs == {"retailrocket", "movielens"}
+    patient = {replace(c.config, training=replace(c.config.training, patience_steps=0)) for c in found}
+    assert patient == {cell.config for cell in named("overall") if cell.config.dataset in logs}
+    assert {cell.config.training.patience_steps for cell in found} == {300}
 
 
 def places(dataset: str) -> dict[str, int]:

@@ -45,7 +45,7 @@ from protofed.experiments.tuning import (
     tuning,
     value_at,
     write_best,
-    write_tables,
+    write_table,
 )
 from protofed.files import save_tensors
 from protofed.methods.catalogue import METHODS
@@ -63,7 +63,7 @@ def searched(method: str = "finetune-last", log=None, n_trials: int = 3, **setti
 
 def run_all(search: Tuning, out: Path) -> list[Outcome]:
     found = [run_trial(search, trial, out, out.parent / "cache") for trial in search.trials]
-    write_tables(out)
+    write_table(out)
     write_best(search, out)
     return found
 
@@ -228,7 +228,6 @@ def test_the_tables_list_every_trial_with_settings_that_can_be_pasted(finished):
     assert rows[0]["settings"] == ""
     rate = search.trials[1].settings["training.slice_learning_rate"]
     assert rows[1]["settings"] == f"training.slice_learning_rate={rate}"
-    assert pq.read_table(out / "trials.parquet").column("settings").to_pylist() == [row["settings"] for row in rows]
     assert not list(out.rglob("*.unfinished"))
 
 
@@ -238,7 +237,7 @@ def test_trials_of_an_earlier_search_are_taken_over_where_they_were_made_with_th
     assert take_over(search, tried(out / "trials.csv"), tmp_path) == 0  # they are over already
     monkeypatch.setattr(Experiment, "run", None)  # nothing is run again
     assert [run_trial(search, trial, tmp_path, tmp_path / "cache") for trial in search.trials] == outcomes
-    write_tables(tmp_path)
+    write_table(tmp_path)
     assert (tmp_path / "trials.csv").read_bytes() == (out / "trials.csv").read_bytes()
     other = searched(training__patience=2)
     assert take_over(other, tried(out / "trials.csv"), tmp_path / "other") == 0
@@ -303,7 +302,7 @@ def test_a_trial_that_breaks_is_recorded_with_its_reason_and_not_tried_again(tmp
     assert calls == ["trial-01"]
     note = json.loads(note_of(trial_folder(search, search.trials[1], tmp_path / "out")).read_text())
     assert "Traceback" in note["traceback"]
-    (row,) = csv.DictReader([*write_tables_text(tmp_path / "out")])
+    (row,) = csv.DictReader([*trials_text(tmp_path / "out")])
     assert (row["ndcg@10"], row["failed"]) == ("", "RuntimeError: probability tensor contains nan")
 
 
@@ -326,8 +325,8 @@ def test_a_trials_note_that_is_damaged_is_refused_by_name(tmp_path, damage):
         known_outcome(search, search.trials[0], tmp_path)
 
 
-def write_tables_text(out: Path) -> list[str]:
-    write_tables(out)
+def trials_text(out: Path) -> list[str]:
+    write_table(out)
     return (out / "trials.csv").read_text(encoding="utf-8").splitlines()
 
 

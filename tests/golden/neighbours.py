@@ -8,7 +8,7 @@ the noised sums that the first released, so that all its releases are made at eq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -84,8 +84,9 @@ def somebody(stream: SliceStream) -> int:
 
 @dataclass(slots=True)
 class Released:
-    """One release: what each user adds, the sum that was noised, and the noise's standard deviation."""
+    """One release: what each user adds, the noise's standard deviation, and the stream of the ledger it belongs to."""
 
+    stream: str = "private steps"
     by_user: dict[int, Contribution] = field(default_factory=dict)
     std: float = 0.0
 
@@ -106,6 +107,10 @@ class Capture:
     script: list[Tensor] | None = None
     releases: list[Released] = field(default_factory=list)
     noised: list[Tensor] = field(default_factory=list)
+
+    def of(self, stream: str) -> "Capture":
+        """The releases of one stream."""
+        return replace(self, releases=[release for release in self.releases if release.stream == stream])
 
     def noise(self, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`add_gaussian_noise`, written down."""
@@ -224,8 +229,8 @@ def watch_introductions(capture: Capture, patch: pytest.MonkeyPatch) -> None:
     """New items and popularity: what each client says about items, all together."""
     make_item_upload = introducing.make_item_upload
 
-    def opened(said: Any, keys: Tensor, draws: Any, slice_index: int) -> Any:
-        release = Released()
+    def opened(stream: str, said: Any, keys: Tensor, draws: Any, slice_index: int) -> Any:
+        release = Released(stream)
         for user in said.users.unique().tolist():
             mine = said.users == user
             table = torch.zeros(MOST_ITEMS, said.values.shape[1], dtype=torch.float64)
@@ -233,8 +238,8 @@ def watch_introductions(capture: Capture, patch: pytest.MonkeyPatch) -> None:
         capture.releases.append(release)
         return make_item_upload(said, keys, draws, slice_index)
 
-    for module in (introducing, popularity):
-        patch.setattr(module, "make_item_upload", opened)
+    for module, stream in ((introducing, "new items"), (popularity, "popularity")):
+        patch.setattr(module, "make_item_upload", partial(opened, stream))
 
 
 def watch_uploads(capture: Capture, patch: pytest.MonkeyPatch, stream: SliceStream) -> None:
@@ -247,7 +252,7 @@ def watch_uploads(capture: Capture, patch: pytest.MonkeyPatch, stream: SliceStre
     sending: list[int] = []
 
     def opened(*arguments: Any) -> Any:
-        capture.releases.append(Released())
+        capture.releases.append(Released("prototypes"))
         return simulate_round(*arguments)
 
     def watched(model: Any, state: Any, rule: Any, *rest: Any) -> Any:
@@ -296,7 +301,7 @@ def apart(one: Contribution, other: Contribution) -> float:
 
 def assert_neighbouring(whole: Capture, without: Capture, removed: int, bound: float) -> None:
     """Every release differs by the removed user's contribution, which is gone, and by no more than the bound."""
-    assert len(whole.releases) == len(without.releases) > 0
+    assert [one.stream for one in whole.releases] == [one.stream for one in without.releases] != []
     assert any(length(one.by_user.get(removed, {})) > ROUNDING * bound for one in whole.releases), "a test of nothing"
     for place, (one, other) in enumerate(zip(whole.releases, without.releases, strict=True)):
         left = length(other.by_user.get(removed, {}))

@@ -193,6 +193,62 @@ def test_popularity_lacks_what_the_missing_user_said_alone(monkeypatch):
     check_popularity(monkeypatch)
 
 
+FLAGSHIP = {
+    "scoring__head": True,
+    "protofed__mode": "private",
+    "protofed__newcomers": "noised",
+    "protofed__local_steps": 2,
+    "protofed__base_steps": 2,
+    "privacy__wrap": False,
+    "privacy__rounds_per_slice": 2,
+    "privacy__clip_radius": 1.0,
+    "privacy__newcomer_noise": 1.5,
+}
+
+
+def check_flagship(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All releases of the flagship in one run: each stream alone, and what the server is left with."""
+    monkeypatch.setattr(headed, "gain_of", lambda *_: True)
+    method, user = headed.Headed(ProtoFed(), "released"), somebody(tiny_stream())
+    (whole, state, world), (without, other, _) = both(method, **FLAGSHIP)
+    ledger = method.releases(world, state)
+    assert {one.stream for one in ledger} == {one.stream for one in whole.releases} == set(BOUNDS)
+    for release in ledger:
+        mine, bound = whole.of(release.stream), BOUNDS[release.stream]
+        assert release.count == len(mine.releases)
+        assert [one.std / release.noise_multiplier for one in mine.releases] == pytest.approx([bound] * release.count)
+        assert_neighbouring(mine, without.of(release.stream), user, bound)
+    values, others = every_value(state), every_value(other)
+    for name in values:  # beside its releases the server keeps nothing of anybody's later events
+        if ".devices." not in name and values[name].is_floating_point():
+            torch.testing.assert_close(others[name], values[name], atol=1e-6, rtol=1e-5)
+
+
+BOUNDS = {"prototypes": math.hypot(1.0, 0.25), "new items": 1.0, "popularity": 1.0}
+
+
+@pytest.mark.slow
+def test_all_releases_of_the_flagship_lack_what_the_missing_user_said_alone(monkeypatch):
+    check_flagship(monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_flagship_that_keeps_exact_counts_beside_its_release_is_caught(monkeypatch):
+    def kept(counts: Any, recent: torch.Tensor) -> Any:
+        return add_recent(counts, recent + 0.01 * torch.from_numpy(said[-1]))
+
+    def heard(past: Any, positions: np.ndarray, n_items: int) -> Any:
+        said.append(np.bincount(past.items[past.place[positions]], minlength=n_items)[:n_items].astype(np.float32))
+        return votes(past, positions, n_items)
+
+    said: list[np.ndarray] = []
+    votes, add_recent = popularity.votes, popularity.add_recent
+    monkeypatch.setattr(popularity, "votes", heard)
+    monkeypatch.setattr(popularity, "add_recent", kept)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        check_flagship(monkeypatch)
+
+
 def check_popularity_alone() -> None:
     method = NoisedPopularity()
     (whole, state, world), (without, _, _) = both(method, privacy__noise_multiplier=1.5)

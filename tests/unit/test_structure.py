@@ -15,15 +15,18 @@ import pytest
 
 import protofed
 from protofed.client.begin import begin_slice
-from protofed.client.model import Broadcast
+from protofed.client.model import Broadcast, receive
 from protofed.client.update import client_update
 from protofed.client.upload import make_upload
 from protofed.errors import EXTRAS, MODULES, MissingExtra, check_installed
+from protofed.federation import simulator
 from protofed.inference.end import end_slice
-from protofed.methods.names import OURS
+from protofed.methods.catalogue import METHODS
+from protofed.methods.names import FLAGSHIP, OURS
 from protofed.methods.protofed_sp import ProtoFedSP
 from protofed.server.accept import Accepted, accept
-from protofed.server.aggregate import server_aggregate
+from protofed.server.aggregate import release_sums, server_aggregate
+from protofed.server.fedkmeans import fedkmeans
 
 SOURCE = Path(protofed.__file__).parent
 ORDER = (
@@ -83,6 +86,26 @@ def texts(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_our_method_is_named_in_the_catalogue_alone(path):
     assert path.name in ("names.py", "search_spaces.py") or not any(OURS in text for text in texts(path))
+
+
+@pytest.mark.parametrize("folder", ["client", "server", "inference", "federation", "privacy", "experiments", "report"])
+def test_no_method_is_favoured_by_its_name(folder):
+    """FLAGSHIP is the name of the package and of a section of the settings, too."""
+    found = {path.name: texts(path) & (METHODS.keys() - {FLAGSHIP}) for path in (SOURCE / folder).rglob("*.py")}
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+def test_an_upload_takes_the_six_steps_that_are_drawn():
+    page = (SOURCE.parents[1] / "docs" / "concepts.md").read_text(encoding="utf-8")
+    drawn = dict(re.findall(r"\b([1-6]) ([a-z_]+)", page.partition("takes six steps")[2].partition("[Device and")[0]))
+    steps = (make_upload, accept, server_aggregate, release_sums, fedkmeans, receive)
+    assert drawn == {str(number): step.__name__ for number, step in enumerate(steps, 1)}
+    callers = {
+        simulator: ("make_upload", "accept", "server_aggregate", "receive"),
+        server_aggregate: ("release_sums", "fedkmeans"),
+    }
+    for caller, called in callers.items():
+        assert all(re.search(rf"\b{name}\(", inspect.getsource(caller)) for name in called)
 
 
 def test_learning_a_slice_reads_as_the_algorithm():

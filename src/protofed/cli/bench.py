@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
-from protofed.cli.progress import duration
+from protofed.cli.progress import duration, shown
 from protofed.cli.run import CACHE, settle
 from protofed.cli.worker import WORKER
 from protofed.config import parse_override
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
     from protofed.experiments.bench import Board, Job, Status, Tell
     from protofed.experiments.grid import Cell, Grid
 
-MARKS = {"done": "green", "failed": "red", "running": "cyan", "waiting": "dim"}
 LABELS = {"sampled": "1+99", "full": "full"}
 COLUMNS = (("sampled", "all"), ("sampled", "novel"), ("full", "all"), ("full", "novel"))
 
@@ -85,7 +82,7 @@ def bench(
         write_tables(out)
         start = cluster or pool.processes(WORKER)
         job_of = partial(job, out=out, root=root, cache=cache, device=device)
-        with shown(cells, board, jobs) as tell:
+        with told(cells, board, jobs) as tell:
             board = benches.run_cells(cells, board, out, start, job_of, jobs, tell)
     finish(everything, board, out, as_json)
 
@@ -158,22 +155,18 @@ def stoppable(out: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def shown(cells: Sequence["Cell"], board: "Board", jobs: int) -> Iterator["Tell"]:
-    """A live table on a terminal, one line per event elsewhere; both on stderr."""
+def told(cells: Sequence["Cell"], board: "Board", jobs: int) -> Iterator["Tell"]:
+    """One line per event on stderr, above a bar on a terminal."""
     console, now = Console(stderr=True), dict(board)
     kept = sum(status.state == "done" for status in board.values())
     console.print(f"{len(cells)} cells, {kept} done before, {jobs} at once", highlight=False)
-    if not console.is_terminal:
-        yield partial(log_event, cells, now, jobs, console)
-        return
+    with shown(console) as bars:
 
-    def tell(cell: "Cell", status: "Status") -> None:
-        now[cell.folder] = status
-        if status.state == "failed":  # stays above the table
-            console.print(f"{cell.folder} failed: {status.error}", style="red", highlight=False, markup=False)
+        def tell(cell: "Cell", status: "Status") -> None:
+            log_event(cells, now, jobs, console, cell, status)
+            over = sum(status.state in ("done", "failed") for status in now.values())
+            bars("cells", over, len(cells), overall(cells, now, jobs))
 
-    picture = partial(live_table, cells, now, jobs, console)
-    with Live(get_renderable=picture, console=console, refresh_per_second=2, transient=True):
         yield tell
 
 
@@ -181,10 +174,7 @@ def log_event(
     cells: Sequence["Cell"], now: "Board", jobs: int, console: Console, cell: "Cell", status: "Status"
 ) -> None:
     """One line when a cell starts, finishes or fails."""
-    changed = now[cell.folder].state != status.state
     now[cell.folder] = status
-    if not changed:
-        return
     said = {
         "running": "started",
         "done": f"done in {status.seconds:.0f} s, NDCG@10 {status.score:.4f}; {overall(cells, now, jobs)}",
@@ -203,31 +193,6 @@ def overall(cells: Sequence["Cell"], board: "Board", jobs: int) -> str:
     failed = f", {states.count('failed')} failed" if "failed" in states else ""
     known = f", about {duration(left)} left" if math.isfinite(left) and left > 0 else ""
     return f"{states.count('done')} of {len(states)} done{failed}{known}"
-
-
-def live_table(cells: Sequence["Cell"], board: "Board", jobs: int, console: Console) -> Group:
-    """As many cells as the screen holds: running first, then failed, newly finished, and next in line."""
-    from protofed.experiments.bench import best_so_far
-
-    rank = {"running": 0, "failed": 1, "done": 2, "waiting": 3}
-    newest = {cell.folder: -(board[cell.folder].began + board[cell.folder].seconds) for cell in cells}
-    order = sorted(cells, key=lambda cell: (rank[board[cell.folder].state], newest[cell.folder]))
-    best = best_so_far(cells, board)
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for column in ("cell", "state", "slice", "elapsed", "NDCG@10"):
-        table.add_column(column, justify="left" if column in ("cell", "state") else "right", no_wrap=True)
-    for cell in order[: max(3, console.height - len(best) - 4)]:
-        table.add_row(*live_row(cell, board[cell.folder]), style=MARKS[board[cell.folder].state])
-    lines = [Text(f"best so far on {data}: {row}, NDCG@10 {score:.4f}") for data, (row, score) in best.items()]
-    return Group(table, Text(overall(cells, board, jobs), style="bold"), *lines)
-
-
-def live_row(cell: "Cell", status: "Status") -> tuple[str, ...]:
-    """One line of the live table."""
-    spent = time.monotonic() - status.began if status.state == "running" else status.seconds
-    slice_ = f"{status.after_slice} of {cell.config.stream.n_slices}" if status.after_slice is not None else ""
-    score = f"{status.score:.4f}" if math.isfinite(status.score) else ""
-    return (cell.folder, status.state, slice_, duration(spent) if spent else "", score)
 
 
 def print_plan(cells: Sequence["Cell"], board: "Board", out: Path, as_json: bool) -> None:
@@ -255,15 +220,15 @@ def finish(cells: Sequence["Cell"], board: "Board", out: Path, as_json: bool) ->
     failed = {name: status.error for name, status in board.items() if status.state == "failed"}
     rows = final_rows(cells, out)
     if as_json:
-        told = {"rows": rows, "failed": failed, "results": str(out / "results.parquet")}
-        print(json.dumps(told, indent=2, ensure_ascii=False))
+        answer = {"rows": rows, "failed": failed, "results": str(out / "results.parquet")}
+        print(json.dumps(answer, indent=2, ensure_ascii=False))
     else:
         print_rows(rows, out)
     for name, error in failed.items():
         print(f"failed: {name}: {error}", file=sys.stderr)
     if failed:
         print(
-            f"{len(failed)} of {len(board)} cells failed ({out / 'failed.json'}); the same command tries them again",
+            f"{len(failed)} of {len(board)} cells failed ({out / 'failed'}); the same command tries them again",
             file=sys.stderr,
         )
         raise typer.Exit(1)

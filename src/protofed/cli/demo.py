@@ -106,7 +106,7 @@ def meaning(rows: Sequence[tuple[str, dict[str, object]]], ours: Sequence[str]) 
     place = f"behind {', '.join(ahead)}" if ahead else "ahead of all other methods here"
     return (
         f"In full ranking {alone}, whose devices tell nobody anything after the base block, reaches "
-        f"{reached[alone]:.3f}, {place}; the others but {OURS} read everybody's raw events."
+        f"{reached[alone]:.3f}, {place}; the rows that are not {FLAGSHIP}'s or {OURS}'s read everybody's raw events."
     )
 
 

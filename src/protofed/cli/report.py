@@ -50,7 +50,7 @@ def report(
     if grid and kind != "html":
         raise ConfigError(f"--grid goes with the HTML page, got --format {kind}; --check lists what is missing")
     out = out or Path(NAMES[kind])
-    numbers = write_page(runs, out, grid or (), tuned or ()) if kind == "html" else write_tables(runs, out, kind)
+    numbers = write_report(runs, out, kind, grid or (), tuned or ())
     if as_json:
         typer.echo(json.dumps(numbers | {"report": str(out)}, indent=2, ensure_ascii=False))
     else:
@@ -83,36 +83,21 @@ def chosen_format(out: Path | None, kind: str | None) -> str:
     return SUFFIXES[out.suffix.lower()]
 
 
-def write_page(runs: Path, out: Path, files: Sequence[Path] = (), tuned: Sequence[Path] = ()) -> dict[str, Any]:
-    """The HTML page at `out`, with what is missing of the grids in `files`; its numbers."""
-    from protofed.report.page import build, check_target, write
-
-    check_target(out)
-    wanted = wanted_cells(files, tuned) if files else ()
-    page, numbers = build(runs, wanted)
-    write(page, out)
-    return numbers
-
-
-def write_tables(runs: Path, out: Path, kind: str) -> dict[str, Any]:
-    """The tables at `out` as text of that kind; their numbers."""
-    from protofed.files import make_folder, write_text
-    from protofed.report.cautions import cautions
+def write_report(
+    runs: Path, out: Path, kind: str, files: Sequence[Path] = (), tuned: Sequence[Path] = ()
+) -> dict[str, Any]:
+    """The report at `out`, a page with what is missing of the grids in `files`; its numbers."""
+    from protofed.files import write_text
     from protofed.report.export import FORMATS
-    from protofed.report.page import summary
-    from protofed.report.runs import find_runs
-    from protofed.report.sections import group
-    from protofed.report.tables import compute
+    from protofed.report.page import build, check_target, tables
 
-    if out.is_dir() or not out.parent.is_dir():
-        what = "is a folder; give a file" if out.is_dir() else f"lies in {out.parent}, which is no folder"
-        raise ConfigError(f"--out {out} {what}")
-    make_folder(out.parent)
-    finished, unfinished = find_runs(runs)
-    results = [compute(section) for section in group(finished)]
-    warned = cautions(results, unfinished)
-    write_text(out, FORMATS[kind](results, warned))
-    return summary(results, warned, unfinished)
+    check_target(out, kind)
+    if kind == "html":
+        text, numbers = build(runs, wanted_cells(files, tuned) if files else ())
+    else:
+        text, numbers = tables(runs, FORMATS[kind])
+    write_text(out, text)
+    return numbers
 
 
 def wanted_cells(files: Sequence[Path], tuned: Sequence[Path]) -> "tuple[Cell, ...]":

@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from protofed.errors import ConfigError, MissingExtra
+from protofed.experiments.records import log_lines
 from protofed.progress import RUN, Progress
 
 SHOWN = [(c, s, m) for m in ("ndcg@10", "hr@10") for c in ("sampled", "full") for s in ("all", "novel")]
@@ -112,15 +112,8 @@ def accuracies(folder: Path, index: int) -> Iterator[Scalar]:
 
 def records(log: Path, index: int) -> list[Mapping[str, Any]]:
     """The newest line of each stage about the slice; a resumed run says some of them again."""
-    newest: dict[str, Mapping[str, Any]] = {}
-    for line in log.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:  # a line that a kill cut off
-            continue
-        if record.get("slice") == index:
-            newest[record["stage"]] = record
-    return list(newest.values())
+    lines = log_lines(log.read_text(encoding="utf-8"))
+    return list({line["stage"]: line for line in lines if line.get("slice") == index}.values())
 
 
 def diagnostics(record: Mapping[str, Any], index: int) -> Iterator[Scalar]:

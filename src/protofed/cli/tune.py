@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from protofed.cli.progress import shown
-from protofed.cli.run import CACHE, load, settle
+from protofed.cli.run import CACHE, item_table, load, settle
 from protofed.config import hyper_values, parse_override
 from protofed.errors import ConfigError
 from protofed.progress import silent
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from protofed.experiments.tuning import Outcome, Tuning
+    from protofed.features.content import Content
 
 OBJECTIVE = "mean over pseudo-slices t of A[t, t]: NDCG@10 of the test part, sampled candidates, all events"
 
@@ -70,7 +71,7 @@ def tune(
 ) -> None:
     """Choose hyper-parameters on the base block alone, the same number of trials for every method."""
     from protofed.experiments.run import pick_device
-    from protofed.experiments.tuning import claim_folder, take_over, tried, write_best, write_tables
+    from protofed.experiments.tuning import claim_folder, take_over, tried, write_best, write_table
     from protofed.files import make_folder
 
     if out is None or not method:
@@ -94,13 +95,13 @@ def tune(
     command = shlex.join(["protofed", *sys.argv[1:]])
     if jobs == 1:
         for search in searches:
-            run_all(search, out, cache, where, console, command)
+            run_all(search, out, cache, where, console, command, known_of(search, root, cache))
     else:
         places = {"root": str(root), "out": str(out), "cache": str(cache), "device": device, "command": command}
         told = {"flags": flags, "settings": settings or [], "slices": slices, "trials": trials, **places}
         run_side_by_side(searches, told, out, console, jobs)
     found = {search.config.method: write_best(search, out) for search in searches}
-    outcomes = [outcome for outcome in write_tables(out) if outcome.method in found]
+    outcomes = [outcome for outcome in write_table(out) if outcome.method in found]
     print(json.dumps(summary(found, outcomes), indent=2)) if as_json else print_table(found, outcomes, out, root)
     if None in found.values():
         raise typer.Exit(1)
@@ -119,7 +120,22 @@ def planned(
     return [tuning(config, log, n_slices=slices, n_trials=trials, held=held) for config in configs]
 
 
-def run_all(search: "Tuning", out: Path, cache: Path, device: "torch.device", console: Console, command: str) -> None:
+def known_of(search: "Tuning", root: Path, cache: Path) -> "Content | None":
+    """What is known of the pseudo-log's items, where the settings ask for it."""
+    from protofed.features.build import content_of
+
+    return content_of(search.config.content, search.pseudo_log, item_table(search.config.dataset, root), cache)
+
+
+def run_all(
+    search: "Tuning",
+    out: Path,
+    cache: Path,
+    device: "torch.device",
+    console: Console,
+    command: str,
+    content: "Content | None",
+) -> None:
     """Each trial that is not over yet, with a line for each; tables and best.toml are rewritten after every one."""
     from protofed.experiments.stages import stages_of
     from protofed.experiments.tuning import run_trial
@@ -130,7 +146,7 @@ def run_all(search: "Tuning", out: Path, cache: Path, device: "torch.device", co
             title = f"{search.config.method} trial {trial.number + 1} of {len(search.trials)}"
             bars.expect(title, stages_of(search.n_slices))
             progress = bars if console.is_terminal else silent
-            outcome = run_trial(search, trial, out, cache, device, command=command, progress=progress)
+            outcome = run_trial(search, trial, out, cache, device, command=command, content=content, progress=progress)
         noted(search, outcome, out, console)
 
 
@@ -167,9 +183,9 @@ def say_if_nothing(search: "Tuning", console: Console) -> None:
 
 def noted(search: "Tuning", outcome: "Outcome", out: Path, console: Console) -> None:
     """Tables and best.toml rewritten after a trial, and a line about it."""
-    from protofed.experiments.tuning import write_best, write_tables
+    from protofed.experiments.tuning import write_best, write_table
 
-    write_tables(out)
+    write_table(out)
     best = write_best(search, out)
     name, total, number = search.config.method, len(search.trials), outcome.trial
     said = outcome.failed or f"{outcome.objective:.4f}"

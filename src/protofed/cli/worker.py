@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from protofed.cli.run import load
+from protofed.cli.run import item_table, load
 from protofed.config import from_toml
 from protofed.errors import ProtoFedError, in_one_line
 
@@ -36,24 +36,27 @@ def run_cell(told: Mapping[str, Any]) -> None:
     """One cell of a grid, as `protofed run` would do it."""
     from protofed.experiments.bench import PATIENCE, Job
     from protofed.experiments.run import Experiment, pick_device
+    from protofed.features.build import content_of
 
     job = Job(**told)
     config = from_toml(job.config)
-    log = load(config, Path(job.root))
-    experiment = Experiment(config, log, Path(job.cache), pick_device(job.device), job.command)
+    log, items, cache = load(config, Path(job.root)), item_table(config.dataset, Path(job.root)), Path(job.cache)
+    known = content_of(config.content, log, items, cache)
+    experiment = Experiment(config, log, cache, pick_device(job.device), job.command, content=known)
     experiment.run(Path(job.folder), patience=PATIENCE)  # a worker of a bench that was killed may be in it still
 
 
 def run_trial(told: Mapping[str, Any]) -> None:
     """One trial of a search; it leaves what came of it in its folder."""
-    from protofed.cli.tune import Asked, planned
+    from protofed.cli.tune import Asked, known_of, planned
     from protofed.experiments import tuning
     from protofed.experiments.run import pick_device
 
     asked = Asked(**told)
     (search,) = planned(asked.flags, asked.settings, [asked.method], Path(asked.root), asked.slices, asked.trials)
     trial, device = search.trials[asked.trial], pick_device(asked.device)
-    tuning.run_trial(search, trial, Path(asked.out), Path(asked.cache), device, command=asked.command)
+    known = known_of(search, Path(asked.root), Path(asked.cache))
+    tuning.run_trial(search, trial, Path(asked.out), Path(asked.cache), device, command=asked.command, content=known)
 
 
 def end_with_the_bench() -> None:

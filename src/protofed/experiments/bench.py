@@ -1,11 +1,10 @@
 """The cells of a grid on worker processes: finished ones are kept, killed ones continued, failed ones written down."""
 
 import contextlib
-import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -13,16 +12,15 @@ from typing import Literal
 from protofed.config import to_toml
 from protofed.errors import RunFolderError
 from protofed.evaluation.forgetting import accuracy
-from protofed.experiments.folder import RunFolder, read_config_text, refuse_other_config
+from protofed.experiments.folder import RunFolder, refuse_other_config
 from protofed.experiments.grid import Cell
 from protofed.experiments.matrices import main_values
 from protofed.experiments.pool import PAUSE, Start, Worker, one_line, stop_all
-from protofed.experiments.records import read_table
+from protofed.experiments.records import read_table, read_text
 from protofed.experiments.tidy import seconds, write_tables
-from protofed.files import WAIT, locked, make_folder, remove_unfinished, write_text
+from protofed.files import locked, make_folder, remove_unfinished, write_text
 
 State = Literal["done", "waiting", "running", "failed"]
-SPARING = 10.0  # tables that took a second to write are left alone for so many seconds
 PATIENCE = 30.0  # seconds to wait for the workers of a bench that was killed
 
 
@@ -45,7 +43,6 @@ class Status:
     state: State
     began: float = 0.0  # monotonic clock
     seconds: float = 0.0
-    after_slice: int | None = None
     score: float = math.nan  # mean of A[t, t], NDCG@10, sampled, all events
     error: str = ""
 
@@ -66,7 +63,7 @@ def standing(cell: Cell, out: Path) -> Status:
     folder = out / cell.folder
     written = folder / "config.toml"
     if written.is_file():
-        refuse_other_config(folder, read_config_text(written), to_toml(cell.config))
+        refuse_other_config(folder, read_text(written), to_toml(cell.config))
     if not RunFolder(folder).finished:
         return Status("waiting")
     return _done(folder)
@@ -95,12 +92,11 @@ def held(out: Path, name: str = "bench") -> Iterator[None]:
 def run_cells(
     cells: Sequence[Cell], board: Board, out: Path, start: Start, job_of: Callable[[Cell], Job], jobs: int, tell: Tell
 ) -> Board:
-    """The board once nothing waits any more; whatever interrupts it, no worker outlives it."""
+    """The board once nothing waits any more; whatever ends it, no worker outlives it and the tables are written."""
     board = dict(board)
     waiting = [cell for cell in cells if board[cell.folder].state == "waiting"]
     running: dict[str, _Running] = {}
     warm: set[str] = set()
-    stale, due = False, 0.0  # whether the tables lack a finished cell, and when they may be written next
     try:
         while waiting or running:
             for cell in startable(waiting, [run.cell for run in running.values()], warm, jobs):
@@ -111,30 +107,17 @@ def run_cells(
                 tell(cell, board[cell.folder])
             time.sleep(PAUSE)
             for name, run in list(running.items()):
-                newest = reached(out / name / "log.jsonl", run.said_before)
-                status = look(run, out, board[name], newest)
-                if newest is not None or status.state == "done":
-                    warm.add(run.cell.warm_up)
-                if status != board[name]:
+                status = look(run, out, board[name])
+                if _size(out / name / "log.jsonl") > run.said_before or status.state == "done":
+                    warm.add(run.cell.warm_up)  # the first line of a log tells of the warm-up, which is kept by then
+                if status.state != "running":
+                    del running[name]
                     board[name] = status
-                    if status.state != "running":
-                        del running[name]
-                        note_failure(run.cell, status, out)
-                        stale = stale or status.state == "done"
                     tell(run.cell, status)
-            if stale and (time.monotonic() >= due or not (waiting or running)):
-                stale, due = False, _written(out)
     finally:
         stop_all([run.worker for run in running.values()])
+        write_tables(out)
     return board
-
-
-def _written(out: Path) -> float:
-    """Write the tables; when they may be written again, so that a large grid does not spend its time on them."""
-    began = time.monotonic()
-    write_tables(out)
-    ended = time.monotonic()
-    return ended + SPARING * (ended - began)
 
 
 def startable(waiting: Sequence[Cell], running: Sequence[Cell], warm: set[str], jobs: int) -> list[Cell]:
@@ -150,68 +133,19 @@ def startable(waiting: Sequence[Cell], running: Sequence[Cell], warm: set[str], 
     return chosen
 
 
-def reached(log: Path, said_before: int) -> int | None:
-    """The newest slice this attempt has learned, -1 right after the warm-up, None before it."""
-    newest = None
-    with contextlib.suppress(FileNotFoundError), open(log, "rb") as file:
-        file.seek(said_before)
-        for line in file:
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that is being written
-                record = json.loads(line)
-                newest = -1 if record["stage"] == "warm-up" else int(record["slice"])
-    return newest
-
-
-def look(run: _Running, out: Path, before: Status, newest: int | None) -> Status:
-    """A running cell's status now, `newest` being the slice it has reached."""
-    folder = out / run.cell.folder
+def look(run: _Running, out: Path, before: Status) -> Status:
+    """A running cell's status now; what a failed one said is kept below `failed` until it succeeds."""
+    folder, path = out / run.cell.folder, out / "failed" / f"{run.cell.folder}.txt"
     ended = run.worker.ended()
     if ended is None:
-        return replace(before, after_slice=newest if newest is not None and newest >= 0 else before.after_slice)
+        return before
     spent = time.monotonic() - before.began
     if ended.code == 0 and RunFolder(folder).finished:
+        _forget(path)
         return replace(_done(folder), began=before.began, seconds=spent)
-    path = _traceback(run.cell, out)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, ended.said or f"the worker said nothing and ended with code {ended.code}\n")
     return replace(before, state="failed", seconds=spent, error=one_line(ended))
-
-
-def note_failure(cell: Cell, status: Status, out: Path) -> None:
-    """Enter the cell in failed.json, or strike it off."""
-    busy = f"another bench has been writing {out / 'failed.json'} for {WAIT:g} s; end it or choose another --out"
-    with locked(out / ".failed.lock", busy, patience=WAIT):
-        failed = read_failed(out)
-        failed.pop(cell.folder, None)
-        if status.state == "failed":
-            traceback = _traceback(cell, out).relative_to(out).as_posix()
-            failed[cell.folder] = {"error": status.error, "traceback": traceback}
-        else:
-            _forget(_traceback(cell, out))
-        _write_failed(out, failed)
-
-
-def read_failed(out: Path) -> dict[str, dict[str, str]]:
-    """The cells that failed when they were last tried, each with its one line and the file of its traceback."""
-    path = out / "failed.json"
-    try:
-        found = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-    except (ValueError, TypeError) as problem:
-        raise RunFolderError(
-            f"{path} is not valid JSON ({problem}); delete it, failed cells are tried again"
-        ) from problem
-    return found
-
-
-def _write_failed(out: Path, failed: Mapping[str, Mapping[str, str]]) -> None:
-    if failed:
-        write_text(out / "failed.json", json.dumps(failed, indent=2, sort_keys=True) + "\n")
-        return
-    (out / "failed.json").unlink(missing_ok=True)
-
-
-def _traceback(cell: Cell, out: Path) -> Path:
-    return out / "failed" / f"{cell.folder}.txt"
 
 
 def _forget(traceback: Path) -> None:
@@ -244,15 +178,3 @@ def time_left(cells: Sequence[Cell], board: Board, jobs: int, now: float) -> flo
         elif status.state == "running":
             left += max(0.0, usual - (now - status.began))
     return left / max(1, min(jobs, len(cells)))
-
-
-def best_so_far(cells: Sequence[Cell], board: Board) -> dict[str, tuple[str, float]]:
-    """Per data set the row with the highest mean score over its finished seeds."""
-    rows: dict[str, dict[str, list[float]]] = {}
-    for cell in cells:
-        score = board[cell.folder].score
-        if math.isfinite(score):
-            row = os.path.dirname(cell.folder).partition("/")[2]
-            rows.setdefault(cell.config.dataset, {}).setdefault(row, []).append(score)
-    means = {data: {row: sum(s) / len(s) for row, s in found.items()} for data, found in rows.items()}
-    return {data: max(found.items(), key=lambda pair: pair[1]) for data, found in means.items()}

@@ -21,6 +21,7 @@ import torch
 
 from protofed.config import RunConfig, as_today, to_toml
 from protofed.errors import DataError, RunFolderError
+from protofed.experiments.records import read_text
 from protofed.files import (
     UNFINISHED,
     file_checksum,
@@ -92,7 +93,7 @@ def _refuse_other(path: Path, text: str) -> None:
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"--out {path} is a file, a run needs a folder")
     if written.is_file():
-        refuse_other_config(path, as_today(read_config_text(written)), text)
+        refuse_other_config(path, as_today(read_text(written)), text)
     elif path.is_dir() and any(not _is_passing(found.name) for found in path.iterdir()):
         raise RunFolderError(f"--out {path} is not empty and holds no run; choose a new folder")
 
@@ -111,14 +112,6 @@ def refuse_other_config(path: Path, old: str, new: str) -> None:
     raise RunFolderError(
         f"{path} holds another run ({was.strip()}, asked for {now.strip()}); choose a new folder or delete this one"
     )
-
-
-def read_config_text(path: Path) -> str:
-    """The text of a run's config.toml."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as problem:
-        raise RunFolderError(f"{path} is not UTF-8 text ({problem}); delete its folder and run again") from problem
 
 
 def _refuse_wrong_kinds(path: Path) -> None:

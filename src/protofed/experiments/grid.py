@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from protofed.config import RunConfig, from_values, hyper_values, override, parse_override, to_toml, values_of
+from protofed.config import RunConfig, flatten, from_values, hyper_values, override, parse_override, to_toml, values_of
 from protofed.errors import ConfigError
 from protofed.methods.catalogue import METHODS, method_named
 from protofed.methods.search_spaces import space_of
@@ -20,7 +20,7 @@ Tuned = Callable[[str, str, str, bool], Mapping[str, object] | None]  # data set
 Settle = Callable[[Mapping[str, object], None, Sequence[str]], RunConfig]  # `protofed run`: flags, no file, its --set
 DEFAULT, ALL = "default", "all"
 AXES = {"dataset": "grid.datasets", "method": "grid.methods", "seed": "grid.seeds"}
-RESERVED = ("failed", "failed.json", "results.csv", "results.parquet", "runs.parquet")  # files of a bench folder
+RESERVED = ("failed", "results.parquet", "runs.parquet")  # files of a bench folder
 VARIANT_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
 LONGEST = 120  # characters of one part of a folder's name
 
@@ -328,16 +328,11 @@ def _variant(entry: object) -> Variant:
     )
 
 
-def _dotted(where: str, table: object, prefix: str = "") -> dict[str, object]:
+def _dotted(where: str, table: object) -> dict[str, object]:
     """Dotted keys of a table, however deep it is written."""
-    if not isinstance(table, Mapping):
-        if table is None:
-            return {}
+    if table is not None and not isinstance(table, Mapping):
         raise ConfigError(f"{where} must be a table, got {table!r}")
-    flat: dict[str, object] = {}
-    for key, value in table.items():
-        flat |= _dotted(where, value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
+    return flatten(table or {})
 
 
 def _by_log(values: Mapping[str, object]) -> dict[str, tuple[tuple[str, object], ...]]:

@@ -1,7 +1,6 @@
 """Finished runs added to a store, whose files are each whole at any time."""
 
 import hashlib
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from protofed.experiments.records import (
     TEXTS,
     Record,
     name_below,
+    parse_config,
     read_folder,
     read_table,
     read_text,
@@ -68,14 +68,7 @@ class Source:
 
     @property
     def dataset(self) -> str:
-        where = self.path / TEXTS["config"]
-        try:
-            found = tomllib.loads(self.config).get("dataset")
-        except tomllib.TOMLDecodeError as problem:
-            raise RunFolderError(f"{where} is not valid TOML ({problem}); run again into a new folder") from problem
-        if not isinstance(found, str):
-            raise RunFolderError(f"{where} must give dataset as str, found {found!r}; is it a run?")
-        return found
+        return str(parse_config(self.path / TEXTS["config"], self.config)["dataset"])
 
     @property
     def has_ranks(self) -> bool:

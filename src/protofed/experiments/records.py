@@ -107,7 +107,19 @@ def read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as problem:
-        raise RunFolderError(f"{path} cannot be read as UTF-8 text ({problem})") from problem
+        raise RunFolderError(f"{path} is not UTF-8 text ({problem}); delete its folder and run again") from problem
+
+
+def parse_config(path: Path, text: str) -> dict[str, Any]:
+    """The values of a run's config, as it would be written today; data set, method and seed are there."""
+    try:
+        config = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as problem:
+        raise RunFolderError(f"{path} is not valid TOML ({problem}); run again into a new folder") from problem
+    for key, kind in (("dataset", str), ("method", str), ("seed", int)):
+        if not isinstance(config.get(key), kind):
+            raise RunFolderError(f"{path} must give {key} as {kind.__name__}, found {config.get(key)!r}; is it a run?")
+    return tomllib.loads(as_today(text))
 
 
 def read_table(

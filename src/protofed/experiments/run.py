@@ -138,7 +138,7 @@ def run_slices(
         tables["timing"] = timing(index, seconds if index else {"warm-up": warm_up_seconds, **seconds})
         folder.log({"slice": index, "stage": "learn", **diagnostics})
         folders.save_slice(folder, index, tables, take_snapshot(state))
-        progress(RUN, index + 1, n_slices + 1, f"slice {index} done")
+        progress(RUN, index + 1, n_slices + 1, f"slice {index} done" if index else "base block done")
     if experiment.keep is not None:
         publish(folder, method, world, state, data, experiment.keep)
     folders.finish(folder, data.n_slices)

@@ -8,14 +8,13 @@ from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
-import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 
 from protofed.config import RunConfig, read_toml
 from protofed.errors import ConfigError, RunFolderError
 from protofed.experiments.evaluate import METRICS_SCHEMA
 from protofed.experiments.records import log_lines, read_seconds, read_table
-from protofed.files import WAIT, harmless, locked, written_atomically
+from protofed.files import WAIT, locked, written_atomically
 from protofed.methods.labels import run_label
 from protofed.privacy.ledger import read_ledger
 
@@ -25,26 +24,14 @@ IDENTITY = [(name, pa.string()) for name in ("dataset", "preset", "method", "var
 ]
 NARROW = {"value": pa.float32(), "n_queries": pa.int32(), "n_users": pa.int32()}
 RESULTS_SCHEMA = pa.schema(IDENTITY + [(f.name, NARROW.get(f.name, f.type)) for f in METRICS_SCHEMA])
+TEXT, WHOLE, REAL = pa.string(), pa.int64(), pa.float64()
 RUNS_SCHEMA = pa.schema(
     [
         *IDENTITY,
-        ("folder", pa.string()),
-        ("trust", pa.string()),  # this and the next four: null where nothing was released
-        ("noise_multiplier", pa.float64()),  # this and the next two: null where several streams were released
-        ("sampling_rate", pa.float64()),
-        ("rounds", pa.int64()),
-        ("releases", pa.string()),  # the whole ledger, as JSON
-        ("delta", pa.float64()),
-        ("warm_up_seconds", pa.float64()),
-        ("learn_seconds", pa.float64()),
-        ("evaluate_seconds", pa.float64()),
-        ("warm_up_epochs", pa.int64()),
-        ("warm_up_steps_per_epoch", pa.int64()),
-        ("device", pa.string()),
-        ("threads", pa.int64()),
-        ("torch", pa.string()),
-        ("command", pa.string()),
-        ("config_sha256", pa.string()),
+        *((name, TEXT) for name in ("folder", "trust", "releases")),  # these two and delta: null where nothing left
+        *((name, REAL) for name in ("delta", "warm_up_seconds", "learn_seconds", "evaluate_seconds")),
+        *((name, WHOLE) for name in ("warm_up_epochs", "warm_up_steps_per_epoch", "threads")),
+        *((name, TEXT) for name in ("device", "torch", "command", "config_sha256")),
     ]
 )
 
@@ -74,7 +61,7 @@ def finished_runs(out: Path) -> tuple[Finished, ...]:
 
 
 def write_tables(out: Path) -> None:
-    """results.parquet, results.csv and runs.parquet, each whole; they depend on the finished runs alone.
+    """results.parquet and runs.parquet, each whole; they depend on the finished runs alone.
 
     The lock makes whoever writes last see what others finished before.
     """
@@ -83,14 +70,10 @@ def write_tables(out: Path) -> None:
         runs = finished_runs(out)
         with (
             written_atomically(out / "results.parquet") as parquet,
-            written_atomically(out / "results.csv") as csv,
             pq.ParquetWriter(parquet, RESULTS_SCHEMA, compression="zstd") as rows,
-            pacsv.CSVWriter(csv, RESULTS_SCHEMA) as lines,
         ):
             for run in runs:  # one after the other: a large grid never has to fit into memory
-                table = results_of(run)
-                rows.write_table(table)
-                lines.write_table(_harmless(table))
+                rows.write_table(results_of(run))
         with written_atomically(out / "runs.parquet") as parquet:
             level = pa.Table.from_pylist([run_row(run, out) for run in runs], schema=RUNS_SCHEMA)
             pq.write_table(level, parquet, compression="zstd")
@@ -101,15 +84,6 @@ def results_of(run: Finished) -> pa.Table:
     metrics = read_table(run.path / "metrics.parquet", METRICS_SCHEMA.names)
     named = [pa.repeat(pa.scalar(run.identity[name], kind), len(metrics)) for name, kind in IDENTITY]
     return pa.table([*named, *metrics.columns], names=RESULTS_SCHEMA.names).cast(RESULTS_SCHEMA)
-
-
-def _harmless(table: pa.Table) -> pa.Table:
-    """The table with texts that no spreadsheet runs."""
-    for place, (name, kind) in enumerate(IDENTITY):
-        if kind == pa.string() and len(table):
-            text = harmless(table[name][0].as_py())  # the same in all rows of a run
-            table = table.set_column(place, table.field(name), pa.repeat(pa.scalar(text, kind), len(table)))
-    return table
 
 
 def run_row(run: Finished, out: Path) -> dict[str, object]:
@@ -130,24 +104,17 @@ def run_row(run: Finished, out: Path) -> dict[str, object]:
 
 
 def released(run: Finished) -> dict[str, object]:
-    """What ε is computed from."""
+    """What ε is computed from: the whole ledger as JSON, its trust and δ."""
     ledger, trust = read_ledger(run.path / "ledger.json")
-    if not ledger:
-        return {}
-    told: dict[str, object] = {"trust": trust, "delta": run.config.privacy.delta}
-    told["releases"] = json.dumps([asdict(release) for release in ledger])
-    if len(ledger) == 1:
-        (only,) = ledger
-        told |= {"noise_multiplier": only.noise_multiplier, "sampling_rate": only.sampling_rate, "rounds": only.count}
-    return told
+    releases = json.dumps([asdict(release) for release in ledger])
+    return {"trust": trust, "releases": releases, "delta": run.config.privacy.delta} if ledger else {}
 
 
 def seconds(folder: Path) -> dict[str, float]:
     """Wall clock by stage."""
-    spent = {
-        f"{stage.replace('-', '_')}_seconds": value for stage, value in read_seconds(folder / "timing.parquet").items()
-    }
-    return {key: value for key, value in spent.items() if key in RUNS_SCHEMA.names}
+    spent = read_seconds(folder / "timing.parquet").items()
+    named = {f"{stage.replace('-', '_')}_seconds": value for stage, value in spent}
+    return {key: value for key, value in named.items() if key in RUNS_SCHEMA.names}
 
 
 def _finished(folder: Path) -> Finished:

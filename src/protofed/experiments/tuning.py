@@ -6,7 +6,7 @@ shortened log that tests A[t, t] alone; its objective is their mean over pseudo-
 Trial 0 is the defaults; the others are drawn from the method's grid without replacement, by the run's seed.
 
 A folder of trials: METHOD/trial-NN/ is a run folder, METHOD/trial-NN.json what came of it (written when the trial is
-over, then never repeated), METHOD/best.toml the config of the best so far; trials.csv and trials.parquet list all.
+over, then never repeated), METHOD/best.toml the config of the best so far; trials.csv lists all.
 """
 
 import csv
@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from protofed.config import PrivacyConfig, RunConfig, Value, in_range, override, to_toml
@@ -30,10 +28,12 @@ from protofed.data.interactions import InteractionLog, fingerprint, select
 from protofed.errors import ConfigError, DataError, MachineError, ProtoFedError, RunFolderError
 from protofed.evaluation.forgetting import accuracy
 from protofed.experiments.folder import RunFolder, load_checkpoint
+from protofed.experiments.grid import texts
 from protofed.experiments.matrices import main_values
 from protofed.experiments.run import Experiment
+from protofed.features.content import Content
 from protofed.federation.plan import Stream, plan_releases
-from protofed.files import CHECKSUM, harmless, make_folder, write_text, written_atomically
+from protofed.files import CHECKSUM, harmless, make_folder, write_text
 from protofed.methods.catalogue import configured, private_by_itself
 from protofed.methods.private import Private, as_asked
 from protofed.methods.search_spaces import Space, space_of
@@ -41,18 +41,8 @@ from protofed.progress import Progress, silent
 from protofed.seeds import numpy_stream
 from protofed.slices.partition import INSTANTS_PER_SLICE, partition
 
-TRIALS_SCHEMA = pa.schema(
-    [
-        ("method", pa.string()),
-        ("trial", pa.int32()),
-        ("ndcg@10", pa.float64()),
-        ("failed", pa.string()),
-        ("settings", pa.string()),
-        ("made_with", pa.string()),
-    ]
-)
-
-LATER = "head = false\n"
+COLUMNS = ("method", "trial", "ndcg@10", "failed", "settings", "made_with")  # of trials.csv
+LATER = ("head = false\n", "patience_steps = 0\n")  # settings that earlier trials do not name, at their defaults
 Tried = Mapping[tuple[str, str], Mapping[str, str]]  # method, made_with -> a row of trials.csv
 
 
@@ -154,18 +144,20 @@ def run_trial(
     device: torch.device | None = None,
     *,
     command: str = "run_trial",
+    content: Content | None = None,
     progress: Progress = silent,
 ) -> Outcome:
     """One trial in its own folder under `out`: continued where it was killed, read where it is over.
 
-    Trials do not depend on each other, so processes and machines can share them out; `write_tables` joins what they
+    Trials do not depend on each other, so processes and machines can share them out; `write_table` joins what they
     left under one `out`.
     """
     config, folder = override(search.config, trial.settings), trial_folder(search, trial, out)
     if (known := known_outcome(search, trial, out)) is not None:
         return known
     folder.parent.mkdir(parents=True, exist_ok=True)
-    experiment = Experiment(pseudo_config(search, config), search.pseudo_log, cache, command=command, diagonal=True)
+    pseudo = pseudo_config(search, config)
+    experiment = Experiment(pseudo, search.pseudo_log, cache, command=command, diagonal=True, content=content)
     experiment = replace(experiment, device=device) if device is not None else experiment
     outcome, trace = attempted(experiment, trial, folder, progress)
     outcome = replace(outcome, made_with=digest(search, config))
@@ -186,7 +178,7 @@ def tried(trials: Path) -> Tried:
     try:
         with open(trials, encoding="utf-8", newline="") as file:
             reader = csv.DictReader(file)
-            if missing := {*TRIALS_SCHEMA.names} - {*(reader.fieldnames or ())}:
+            if missing := {*COLUMNS} - {*(reader.fieldnames or ())}:
                 raise RunFolderError(f"{trials} has no column {min(missing)}; {way_out}")
             rows = {(row["method"], row["made_with"]): row for row in reader}
         for row in rows.values():
@@ -281,7 +273,9 @@ def note_of(folder: Path) -> Path:
 
 def digest(search: Tuning, config: RunConfig) -> str:
     """A name for everything a trial was run with."""
-    text = to_toml(config).replace(LATER, "")  # trials from before this setting are those with its default
+    text = to_toml(config)
+    for line in LATER:
+        text = text.replace(line, "")
     return hashlib.sha256(f"{search.fingerprint} {search.n_slices}\n{text}".encode()).hexdigest()[:16]
 
 
@@ -322,26 +316,22 @@ def outcomes_in(out: Path) -> list[Outcome]:
     return sorted(found, key=lambda o: (o.method, o.trial))
 
 
-def write_tables(out: Path) -> list[Outcome]:
-    """trials.csv and trials.parquet of everything that is over; nothing in them depends on the clock."""
+def write_table(out: Path) -> list[Outcome]:
+    """trials.csv of everything that is over; nothing in it depends on the clock."""
     outcomes = outcomes_in(out)
-    rows = [(o.method, o.trial, o.objective, o.failed, as_flags(o.settings), o.made_with) for o in outcomes]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(TRIALS_SCHEMA.names)
-    writer.writerows([harmless(value) if isinstance(value, str) else value for value in row] for row in rows)
+    writer.writerow(COLUMNS)
+    for o in outcomes:
+        row = (o.method, o.trial, o.objective, o.failed, as_flags(o.settings), o.made_with)
+        writer.writerow([harmless(value) if isinstance(value, str) else value for value in row])
     write_text(out / "trials.csv", text.getvalue())
-    table = pa.Table.from_pylist([dict(zip(TRIALS_SCHEMA.names, row, strict=True)) for row in rows], TRIALS_SCHEMA)
-    with written_atomically(out / "trials.parquet") as unfinished:
-        pq.write_table(table, unfinished, compression="zstd")
     return outcomes
 
 
 def as_flags(settings: Mapping[str, Value]) -> str:
     """Settings as one would give them to --set, separated by spaces."""
-    return " ".join(
-        f"{key}={json.dumps(value) if isinstance(value, bool) else value}" for key, value in settings.items()
-    )
+    return " ".join(texts(settings.items()))
 
 
 def claim_folder(out: Path, asked: Mapping[str, object]) -> None:

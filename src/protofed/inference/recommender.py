@@ -20,7 +20,7 @@ from protofed.client.upload import Upload, make_upload
 from protofed.errors import DataError
 from protofed.inference import device as single
 from protofed.inference.answer import Ready, make_ready, score_next
-from protofed.inference.head import FittedHead, with_head
+from protofed.inference.head import FittedHead, Standing, standing_of, with_head
 from protofed.inference.kept_past import KeptPast, after_event, keep_past, kept_cells
 from protofed.inference.online import online_inference
 from protofed.privacy.draws import Draws, SystemDraws
@@ -187,11 +187,15 @@ class Recommender:
             return scores
         query = single.as_query(self.model, state, time)
         own = kept_cells(past, int(query.times[0]), len(scores)) if past is not None else None
-        return with_head(self.head, scores[None], query, own)[0]
+        return with_head(self.head, scores[None], query, own, self._standing)[0]
 
     @cached_property
     def _ready(self) -> Ready | None:
         return make_ready(self.model)
+
+    @cached_property
+    def _standing(self) -> Standing | None:
+        return standing_of(self.head, self.model.n_items) if self.head is not None else None
 
     def _events(self, items: list[object], times: Sequence[int] | None, known: list[bool]) -> Memory:
         """A history as a device remembers it; without times one event a second, ending now."""

@@ -2,3 +2,4 @@
 
 OURS = "protofed-sp"  # the method that reports are about
 FLAGSHIP = "protofed"
+FROZEN = "frozen"  # what others are compared with

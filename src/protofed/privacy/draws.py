@@ -22,6 +22,7 @@ from protofed.seeds import seed_of
 MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
+FINE = 2.0**48  # steps of a deployment's normal numbers in a standard deviation
 NUMBERS_AT_ONCE = {"cpu": 1 << 16}  # drawn in one go: more leave the cache, and every step of the hash takes new memory
 Words = tuple[Tensor, Tensor, Tensor, Tensor]  # four 32-bit words, each kept in an int64
 
@@ -154,8 +155,8 @@ class SystemDraws:
     def normal(
         self, purpose: str, users: Int[Tensor, " U"], round_: int, shape: tuple[int, ...] = ()
     ) -> Float[Tensor, "U ..."]:
-        drawn: Tensor = torch.special.ndtri(self.uniform(purpose, users, round_, shape))
-        return drawn
+        """Discrete Gaussian numbers on a very fine grid, by the exact sampler: none is out of reach."""
+        return os_discrete_gaussian((len(users), *shape), FINE).to(users.device, torch.float64) / FINE
 
     def discrete_gaussian(
         self, purpose: str, users: Int[Tensor, " U"], round_: int, shape: tuple[int, ...], std: float

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 
 from protofed.evaluation.significance import PerUser, bootstrap_difference
 from protofed.evaluation.strata import MIN_QUERIES, TERTILES, benjamini_hochberg, sign_flip_p, tertiles
-from protofed.methods.names import OURS
+from protofed.methods.names import FROZEN, OURS
 from protofed.report.intervals import by_user, per_user, users_of
 from protofed.report.layout import Drawing, Missing, Part
 from protofed.report.runs import Run
@@ -79,7 +79,7 @@ def rivals(results: Results) -> tuple[Row, ...]:
     aside = side_rows(section)
     others = [row for row in section.rows if not row.is_ours and row.label not in aside]
     others.sort(key=lambda row: (-np.nan_to_num(results.estimates[row.label][key_of(MAIN)].mean), row.label))
-    return tuple(others[:1] + [row for row in others[1:] if row.method == "frozen"][:1])
+    return tuple(others[:1] + [row for row in others[1:] if row.method == FROZEN][:1])
 
 
 def _against(section: Section, ours: Row, other: Row, seeds: Sequence[int]) -> Part | Missing:

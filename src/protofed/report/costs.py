@@ -28,18 +28,15 @@ COLUMNS: Mapping[str, Column] = {
 MEMORY = "On-device memory"
 EFFICIENCY = ("trainable_parameters", "trainable_parameters_per_user", "bytes_up", "bytes_down")
 HELD = {  # what log.jsonl may tell about a client's memory, and what it is
-    "device_bytes_backbone": Column(
-        "backbone", "bytes a device holds", "the frozen model, all public item rows among it"
-    ),
-    "device_bytes_encoders": Column(
-        "encoders", "bytes a device holds", "what turns histories and prompts into queries"
-    ),
-    "device_bytes_prototypes": Column("prototypes", "bytes a device holds", "the library as it is sent, and decoded"),
-    "device_bytes_prompts": Column(
-        "prompts", "bytes a device holds", "the user's own, with what tracks drift and choice"
-    ),
-    "device_bytes_rows": Column("own rows", "bytes a device holds", "of the items the user met, mean over clients"),
-    "device_bytes_own": Column("own copy", "bytes a device holds", "other numbers that belong to one user alone"),
+    f"device_bytes_{name}": Column(label, "bytes a device holds", hint)
+    for name, label, hint in (
+        ("backbone", "backbone", "the frozen model, all public item rows among it"),
+        ("encoders", "encoders", "what turns histories and prompts into queries"),
+        ("prototypes", "prototypes", "the library as it is sent, and decoded"),
+        ("prompts", "prompts", "the user's own, with what tracks drift and choice"),
+        ("rows", "own rows", "of the items the user met, mean over clients"),
+        ("own", "own copy", "other numbers that belong to one user alone"),
+    )
 }
 
 

@@ -37,10 +37,6 @@ class Drawing:
     y: str = ""
     from_zero: bool = False
 
-    @property
-    def csv(self) -> str:
-        return to_csv(self.header, self.rows)
-
 
 @dataclass(frozen=True, slots=True)
 class Column:

@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-from protofed.methods.names import FLAGSHIP
+from protofed.methods.names import FLAGSHIP, OURS
 from protofed.report.layout import (
     Cell,
     Column,
@@ -24,14 +25,14 @@ KEY = key_of(MAIN)
 MOST_ROWS = 5
 MEASURES = (MAIN, ("sampled", "all", "hr@10"), ("sampled", "novel", "ndcg@10"), ("full", "novel", "ndcg@10"))
 WORDS = dict(zip(MEASURES, ("NDCG@10", "HR@10", "novel events", "novel events in the full ranking"), strict=True))
-DIAL = Column("share", "", "what leaves a device after the base block", ranked=False, text=True)
-EPSILON = Column("ε", "", "of the whole ledger, against who sees what is released; blank: no claim", ranked=False)
+SHARED = "what leaves a device after the base block, and ε of the whole ledger against who sees it; without ε: no claim"
+SPOKEN = {OURS: "ProtoFed-SP", FLAGSHIP: "ProtoFed"}
+DIAL = Column("shares", "", SHARED, ranked=False, text=True)
 
 
-def our_name(results: Sequence[Results]) -> str:
-    """What our rows are called together."""
-    methods = {row.method for found in results for row in found.section.rows}
-    return "ProtoFed" if FLAGSHIP in methods else "ProtoFed-SP"
+def our_method(results: Sequence[Results]) -> str:
+    """The method that the page is about: ProtoFed where it has rows, else ProtoFed-SP."""
+    return FLAGSHIP if any(row.method == FLAGSHIP for found in results for row in found.section.rows) else OURS
 
 
 def sentences(found: Results) -> tuple[str, str, str]:
@@ -42,10 +43,11 @@ def sentences(found: Results) -> tuple[str, str, str]:
 
 def across(results: Sequence[Results]) -> str:
     """Of several data sets, one sentence: on which of them ours wins, of all rows and of those with privacy."""
-    leads = [found.section.title for found in results if any(row.is_ours for row in rank_rows(found)[:1])]
-    private = [found.section.title for found in results if any(row.is_ours for row in _private_rows(found)[:1])]
+    ours = our_method(results)
+    leads = [found.section.title for found in results if any(row.method == ours for row in rank_rows(found)[:1])]
+    private = [found.section.title for found in results if any(row.method == ours for row in _private_rows(found)[:1])]
     first, among = _of(leads, results), _of(private, results)
-    return f"{our_name(results)} is first of all rows on {first}, and first of the private rows on {among}."
+    return f"{SPOKEN[ours]} is first of all rows on {first}, and first of the private rows on {among}."
 
 
 def digest(found: Results) -> Table:
@@ -59,7 +61,7 @@ def digest(found: Results) -> Table:
     table = table_of_estimates(f"{found.section.slug}-digest", "", columns, shown)
     standing = Column("place", "", f"by NDCG@10, sampled candidates, all events, of {len(rows)} rows", ranked=False)
     places = {label: [Cell(f"{place[label]} of {len(rows)}", value=float(place[label]))] for label, _, _ in shown}
-    return beside(beside(table, *_dial([found], [label for label, _, _ in shown])), [standing], places)
+    return _with_dial(beside(table, [standing], places), [found])
 
 
 def overview(results: Sequence[Results]) -> Table:
@@ -72,8 +74,7 @@ def overview(results: Sequence[Results]) -> Table:
         (label, row.is_trivial, [_estimate(found, label, key_of(m)) for found in results for m in measures])
         for label, row in by_label.items()
     ]
-    table = table_of_estimates("overview", "", columns, rows)
-    return beside(table, *_dial(results, list(by_label)))
+    return _with_dial(table_of_estimates("overview", "", columns, rows), results)
 
 
 def forest(found: Results) -> Drawing:
@@ -182,9 +183,10 @@ def _significant(found: Results) -> str:
 
 def _loss(found: Results) -> str:
     """Every measure that another row leads: our best row's number, the leader's and its name."""
-    ours = [row for row in rank_rows(found) if row.is_ours]
+    method = our_method([found])
+    ours, name = [row for row in rank_rows(found) if row.method == method], SPOKEN[method]
     if not ours:
-        return f"There is no {our_name([found])} row."
+        return f"There is no {name} row."
     own = found.estimates[ours[0].label]
     lost = []
     for measure in MEASURES:
@@ -196,8 +198,8 @@ def _loss(found: Results) -> str:
         if top > _last(own[key].mean):
             lost.append(f"{WORDS[measure]} {number(own[key].mean)} against {number(top)} ({label})")
     if not lost:
-        return f"Where {our_name([found])} loses: nowhere; its best row, {ours[0].label}, leads every column."
-    return f"Where {our_name([found])} loses ({ours[0].label}): {', '.join(lost)}."
+        return f"Where {name} loses: nowhere; its best row, {ours[0].label}, leads every column."
+    return f"Where {name} loses ({ours[0].label}): {', '.join(lost)}."
 
 
 def _of(titles: Sequence[str], results: Sequence[Results]) -> str:
@@ -212,28 +214,32 @@ def _last(value: float) -> float:
 
 def _column(measure: tuple[str, str, str], group: str = "") -> Column:
     candidates, subset, metric = measure
-    words = NAMES[metric] if measure in MEASURES[:2] else f"{NAMES[metric]} {candidates}, {subset}"
-    return Column(words, group, f"mean of A[t, t], {candidates} candidates, {subset} events")
+    words = NAMES[metric] if measure in MEASURES[:2] else f"{subset}, {candidates}"
+    return Column(words, group, f"{NAMES[metric]}, mean of A[t, t], {candidates} candidates, {subset} events")
 
 
 def _estimate(found: Results, label: str, key: str) -> Estimate:
     return found.estimates[label][key] if label in found.estimates else Estimate(math.nan)
 
 
-def _dial(results: Sequence[Results], labels: Sequence[str]) -> tuple[list[Column], dict[str, list[Cell]]]:
-    """What each row shares and its ε, the dearest data set counting; no columns where all rows share raw events."""
+def _with_dial(table: Table, results: Sequence[Results]) -> Table:
+    """The table with what each row shares and its ε before the numbers; as it is where all rows share raw events."""
     shares = {row.label: row.share for found in results for row in found.section.rows}
-    prices: dict[str, list[float]] = {label: [0.0] for label, share in shares.items() if share == "nothing"}
+    spent: dict[str, list[float]] = {label: [0.0] for label, share in shares.items() if share == "nothing"}
     for found in results:
         for label, price in found.prices.items():
-            prices.setdefault(label, []).append(price.released)
-    if not prices:
-        return [], {label: [] for label in labels}
-    return [DIAL, EPSILON], {label: [Cell(shares[label]), _epsilon_cell(prices.get(label, ()))] for label in labels}
+            spent.setdefault(label, []).append(price.released)
+    if not spent:
+        return table
+    cells = {label: Cell(share + _epsilon(spent.get(label, ()))) for label, share in shares.items()}
+    lines = tuple(replace(line, cells=(cells[line.label], *line.cells)) for line in table.lines)
+    return replace(table, columns=(DIAL, *table.columns), lines=lines)
 
 
-def _epsilon_cell(values: Sequence[float]) -> Cell:
+def _epsilon(values: Sequence[float]) -> str:
+    """The ε of the dearest data set, with a comma before it; nothing where there is no claim."""
     if not values:
-        return Cell("")
-    value = math.nan if any(math.isnan(value) for value in values) else max(values)
-    return Cell("unpriced" if math.isnan(value) else epsilon_text(value) if value else "0", value=value)
+        return ""
+    if any(math.isnan(value) for value in values):
+        return ", unpriced"
+    return f", ε = {epsilon_text(max(values)) if max(values) else '0'}"

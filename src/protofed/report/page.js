@@ -78,9 +78,10 @@
   function showTable(place) {
     const name = place.dataset.table;
     const table = data.tables[name];
-    const first = table.columns[0];
+    const at = table.columns.findIndex((column) => !column[3]); // the first of numbers, by which lines come
+    const first = table.columns[at];
     const state = { all: false, column: null, way: null, lines: table.lines };
-    if (first && first[5] && !first[3]) Object.assign(state, { column: 1, way: first[4] ? "ascending" : "descending" });
+    if (first && first[5]) Object.assign(state, { column: at + 1, way: first[4] ? "ascending" : "descending" });
     function sort(column, first) {
       const turned = state.way === "ascending" ? "descending" : "ascending";
       state.way = state.column === column ? turned : first;

@@ -25,11 +25,12 @@ from protofed.report.costs import device_memory, efficiency, equal_bytes
 from protofed.report.coverage import Coverage, coverage, coverage_table
 from protofed.report.disparity import OF_EVENTS, fairness
 from protofed.report.embed import figure_values, table_values, to_json
+from protofed.report.export import Write
 from protofed.report.layout import Drawing, Missing, Part, Table
 from protofed.report.overall import equal_epsilon, headline_with_costs
 from protofed.report.plasticity import adaptation, frontier_part
 from protofed.report.prices import UNPRICED, privacy_table
-from protofed.report.runs import find_runs
+from protofed.report.runs import Run, find_runs
 from protofed.report.sections import Row, Section, group
 from protofed.report.sensitivity import sensitivity
 from protofed.report.tables import Results, compute, distances, main_matrix, mean_matrix, strata
@@ -67,14 +68,25 @@ class Chapter:
 
 def build(runs_folder: Path, wanted: Sequence[GridCell] = ()) -> tuple[str, dict[str, Any]]:
     """The page of all runs below a folder, and its numbers for machines; with `wanted`, what is missing of a grid."""
-    runs, unfinished = find_runs(runs_folder)
-    results = [compute(section) for section in group(runs)]
-    warned = cautions(results, unfinished)
+    runs, unfinished, results, warned = computed(runs_folder)
     chapters = [_chapter(found, cards(found.section, runs_folder)) for found in results]
     logs = {run.config["dataset"] for run in runs}
     wanted = [cell for cell in wanted if cell.config.dataset in logs]  # others have a report of their own
     of_grid = coverage(wanted, runs, unfinished) if wanted else None
     return render(chapters, warned, unfinished, of_grid), summary(results, warned, unfinished)
+
+
+def tables(runs_folder: Path, to_text: Write) -> tuple[str, dict[str, Any]]:
+    """The tables of all runs below a folder as text, and their numbers for machines."""
+    _, unfinished, results, warned = computed(runs_folder)
+    return to_text(results, warned), summary(results, warned, unfinished)
+
+
+def computed(runs_folder: Path) -> tuple[Sequence[Run], Sequence[Unfinished], list[Results], tuple[str, ...]]:
+    """The runs below a folder, those that are not over, the numbers of each section, and what to know of them."""
+    runs, unfinished = find_runs(runs_folder)
+    results = [compute(section) for section in group(runs)]
+    return runs, unfinished, results, cautions(results, unfinished)
 
 
 def write(page: str, out: Path) -> None:
@@ -83,12 +95,12 @@ def write(page: str, out: Path) -> None:
     write_text(out, page)
 
 
-def check_target(out: Path) -> None:
-    """Refuse a place where a page cannot or should not go."""
-    if out.suffix.lower() not in (".html", ".htm"):
+def check_target(out: Path, kind: str = "html") -> None:
+    """Refuse a place where a page, or tables of another kind, cannot or should not go."""
+    if kind == "html" and out.suffix.lower() not in (".html", ".htm"):
         raise ProtoFedError(f"the report is an HTML file: --out must end in .html, got {out}")
     if out.is_dir():
-        raise ProtoFedError(f"--out {out} is a folder; give a file, e.g. {out / 'report.html'}")
+        raise ProtoFedError(f"--out {out} is a folder; give a file, e.g. {out / f'report.{kind}'}")
     if not out.parent.is_dir():
         raise ProtoFedError(f"--out {out}: there is no folder {out.parent}; create it first")
     make_folder(out.parent)

@@ -18,7 +18,7 @@ DELTA = 1e-5  # the config's default
 
 def claim_of(runs: Iterable[Run]) -> str:
     """The claim of all runs that released something, with their δ and, where they all know it, their logs' shares."""
-    private = [run for run in runs if run.ledger]
+    private = [run for run in runs if run.releases]
     deltas = {float(run.config.get("privacy", {}).get("delta", DELTA)) for run in private}
     shares = [run.environment.get(SHARE) for run in private]
     return claim(deltas or {DELTA}, [share for share in shares if share is not None] if None not in shares else ())

@@ -1,23 +1,21 @@
 """Finished runs as a report uses them: read from their records and checked."""
 
 import json
-import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from protofed.config import as_today
 from protofed.errors import DataError, RunFolderError
 from protofed.evaluation.exposure import EVENTS, PLACES
 from protofed.experiments.matrices import Matrix, Measure, matrices
 from protofed.experiments.records import METRICS as METRICS_FILE
-from protofed.experiments.records import Record, Unfinished
+from protofed.experiments.records import Record, Unfinished, parse_config
 from protofed.experiments.store import find_records
-from protofed.privacy.ledger import Ledger, Release, Trust, parse_ledger
+from protofed.privacy.ledger import Ledger, Trust, parse_ledger
 from protofed.report.journal import Told, WarmUp, read_journal, read_warm_up
 from protofed.report.users import Users
 
@@ -35,8 +33,7 @@ class Run:
     matrices: Mapping[Measure, Matrix]
     seconds: Mapping[str, float]  # wall clock by stage
     environment: Mapping[str, Any]
-    ledger: tuple[Mapping[str, Any], ...]
-    releases: Ledger = ()  # the same releases, for pricing
+    releases: Ledger = ()
     trust: Trust = "central"
     journal: tuple[Told, ...] = ()  # what the method told about slices 1..T
     users: Users | None = None  # None where the run kept none
@@ -61,7 +58,7 @@ def find_runs(root: Path) -> tuple[tuple[Run, ...], tuple[Unfinished, ...]]:
 def read_run(record: Record) -> Run:
     """One finished run."""
     text, log = record.texts["config"], record.texts.get("log", "")
-    config = _config(record.file("config"), text)
+    config = parse_config(record.file("config"), text)
     releases, trust = _releases(record)
     return Run(
         folder=record.name,
@@ -70,7 +67,6 @@ def read_run(record: Record) -> Run:
         matrices=reported_matrices(record),
         seconds=record.seconds,
         environment=_environment(record),
-        ledger=tuple(_in_words(release) for release in releases),
         releases=releases,
         trust=trust,
         journal=read_journal(log),
@@ -88,17 +84,6 @@ def reported_matrices(record: Record) -> dict[Measure, Matrix]:
     return matrices(record.metrics.filter(pc.is_in(metric, value_set=pa.array([*METRICS, *SHARES]))))
 
 
-def _config(path: Path, text: str) -> dict[str, Any]:
-    try:
-        config = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as problem:
-        raise RunFolderError(f"{path} is not valid TOML ({problem}); run again into a new folder") from problem
-    for key, kind in (("dataset", str), ("method", str), ("seed", int)):
-        if not isinstance(config.get(key), kind):
-            raise RunFolderError(f"{path} must give {key} as {kind.__name__}, found {config.get(key)!r}; is it a run?")
-    return tomllib.loads(as_today(text))
-
-
 def _releases(record: Record) -> tuple[Ledger, Trust]:
     """What the ledger holds; a run without one released nothing."""
     if "ledger" not in record.texts:
@@ -107,10 +92,6 @@ def _releases(record: Record) -> tuple[Ledger, Trust]:
         return parse_ledger(record.texts["ledger"], record.file("ledger"))
     except DataError as problem:
         raise RunFolderError(f"{problem}; delete its folder and run again") from problem
-
-
-def _in_words(release: Release) -> dict[str, Any]:
-    return {key: value for key, value in asdict(release).items() if value is not None}
 
 
 def _environment(record: Record) -> dict[str, Any]:

@@ -112,12 +112,17 @@ def item_fault(upload: ItemUpload, slice_index: int, n_items: int, width: int) -
     numbers = (upload.tokens, upload.counts, upload.items)
     if any(column.dtype != torch.int64 or column.dim() != 1 for column in numbers) or len(upload.counts) != len(upload):
         return "tokens, counts and items are not whole numbers, a token and a count for each device"
-    if bool((upload.counts < 0).any()) or int(upload.counts.sum()) != len(upload.items):
+    impossible = (upload.counts < 0) | (upload.counts > len(upload.items))  # their sum might wrap around
+    if bool(impossible.any()) or int(upload.counts.sum()) != len(upload.items):
         return "counts that do not add up to the items"
     if upload.values.dtype != torch.float32 or tuple(upload.values.shape) != (len(upload.items), width):
         return f"values are not {width} numbers of 32 bits for each item"
     if bool(((upload.items < 0) | (upload.items >= n_items)).any()):
         return f"an item outside 0..{n_items - 1}"
+    whose = torch.repeat_interleave(torch.arange(len(upload)), upload.counts)
+    pairs = whose * n_items + upload.items
+    if len(pairs.unique()) < len(pairs):  # many short values would add up to a long one
+        return "an item named twice by a device"
     return None
 
 

@@ -23,6 +23,7 @@ from protofed.progress import Progress, silent
 CHECKED = 2  # rounds that all systems play before anything is timed
 TOLERANCE = 1e-5  # how far apart prototypes and uploads may be
 GROUP, MOST = 2.0, 50  # seconds that a group of rounds should take at least, and its rounds at most
+LONG = 20.0  # seconds: a round that takes so long is played once
 MATRIX = 1_024  # of the matrix product that the machine's rate is measured by
 
 
@@ -184,18 +185,18 @@ def figures_of(
 
 
 def matrix_rate(device: str) -> float:
-    """Floating-point operations a second of one large square product, on one core or the GPU."""
-    threads = torch.get_num_threads()
+    """Floating-point operations a second of one large square product: of a core's own time, or on the GPU."""
+    threads, clock = torch.get_num_threads(), time.perf_counter if device == "cuda" else time.process_time
     torch.set_num_threads(1)
     n = MATRIX * (8 if device == "cuda" else 1)
     a = torch.randn(n, n, device=device)
     best = float("inf")
     for _ in range(4):
-        began = time.perf_counter()
+        began = clock()
         a @ a
         if device == "cuda":
             torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - began)
+        best = min(best, clock() - began)
     torch.set_num_threads(threads)
     return 2 * n**3 / best
 
@@ -229,10 +230,10 @@ def grow(
         progress("growth", done, len(sizes), f"{cohort:,} of {clients:,} clients")
         size: dict[str, Any] = {"width": width, "clients": clients, "cohort": cohort, "device": device}
         with player("stack", Path(sys.executable), folder, **size) as who:
-            rounds = group_of(who.play(1)["seconds"])
-            found.append(
-                figures_of(who.name, who.started, [who.play(rounds) for _ in range(repeats)], width, clients, cohort)
-            )
+            first = who.play(1)
+            again = repeats if first["seconds"] < LONG else 0  # a round that long needs no warming up
+            told = [who.play(group_of(first["seconds"])) for _ in range(again)] or [first]
+            found.append(figures_of(who.name, who.started, told, width, clients, cohort))
     return found
 
 

@@ -70,7 +70,7 @@ def play(work: Work, clock: Clock) -> None:
             clock.ended = library.v, z
 
     os.environ[PLACE] = f"{work.clients} {work.cohort} {work.model.backbone.config.width}"
-    os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    os.environ |= {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     backend: dict[str, Any] = {
         "init_args": {"num_cpus": CORES},
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},

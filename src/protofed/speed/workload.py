@@ -70,7 +70,7 @@ class Work:
 
     def first_prompts(self, clients: Int[Tensor, " n"]) -> Float[Tensor, "n L_p d"]:
         """What clients begin with: a prototype's prompt each."""
-        return self.model.prompts[clients.to(self.model.v.device) % PROTOTYPES].clone()
+        return self.model.prompts[clients.to(self.model.v.device) % PROTOTYPES]  # a copy
 
 
 def made_up(clients: int, cohort: int, width: int, device: str = "cpu") -> Work:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from protofed.cli.demo import meaning
 from protofed.cli.run import check_dial, settle
 from protofed.errors import ConfigError
 from protofed.methods.catalogue import shares_nothing
@@ -34,3 +35,25 @@ def test_the_dial_stands_at_private_with_a_budget_of_3_4():
     assert (config.protofed.mode, config.privacy.target_epsilon, config.scoring.head) == ("private", 3.4, True)
     assert not shares_nothing(config)
     assert shares_nothing(settle({"method": "protofed", "protofed.mode": "nothing"}))
+
+
+def summary(full: float) -> dict[str, object]:
+    return {"headline": [{"candidates": "full", "subset": "all", "ndcg@10": full}]}
+
+
+@pytest.mark.parametrize(
+    ("frozen", "said"),
+    [
+        (0.3, "reaches 0.250, behind frozen; the rows that are not protofed's"),
+        (0.2, "reaches 0.250, ahead of all other methods here; the rows that are not protofed's"),
+    ],
+)
+def test_one_sentence_says_what_the_demos_table_means(frozen, said):
+    ours = ["protofed (nothing)", "protofed (private)"]
+    rows = [("frozen", frozen), (ours[0], 0.25), (ours[1], 0.4), ("protofed-sp (reference)", 0.1)]
+    told = meaning([(name, summary(full)) for name, full in rows], ours)
+    assert told.startswith(
+        "In full ranking protofed (nothing), whose devices tell nobody anything after the base block,"
+    )
+    assert said in told
+    assert told.count(".") - told.count("0.") == 1  # one sentence

@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 import pytest
 import worlds
@@ -13,7 +12,7 @@ from protofed.errors import RunFolderError
 from protofed.experiments.run import Experiment
 from protofed.experiments.tidy import RESULTS_SCHEMA, RUNS_SCHEMA, finished_runs, write_tables
 
-TABLES = ("results.parquet", "results.csv", "runs.parquet")
+TABLES = ("results.parquet", "runs.parquet")
 
 
 @pytest.fixture(scope="module")
@@ -53,22 +52,6 @@ def test_every_metric_of_every_run_is_in_the_table_once(tmp_path, runs):
             assert (row["dataset"], row["preset"], row["variant"], row["seed"]) == ("synthetic", "small", "default", 0)
 
 
-def test_the_csv_holds_no_cell_that_a_spreadsheet_runs(tmp_path, runs):
-    out = place(runs, tmp_path / "bench", "popularity-0")
-    written = next(out.rglob("config.toml"))
-    written.write_text(written.read_text().replace('dataset = "synthetic"', 'dataset = "=2+3"'))
-    write_tables(out)
-    assert pacsv.read_csv(out / "results.csv")["dataset"].unique().to_pylist() == ["'=2+3"]
-    assert pq.read_table(out / "results.parquet")["dataset"].unique().to_pylist() == ["=2+3"]
-
-
-def test_the_csv_holds_the_same_rows(tmp_path, runs):
-    out = place(runs, tmp_path / "bench", "popularity-0", "protofed-sp-0")
-    write_tables(out)
-    read = pacsv.read_csv(out / "results.csv").cast(RESULTS_SCHEMA)
-    assert read.equals(pq.read_table(out / "results.parquet"))
-
-
 def test_seeds_are_ordered_as_numbers(tmp_path, runs):
     out = place(runs, tmp_path / "bench", "popularity-10", "popularity-9")
     assert [run.config.seed for run in finished_runs(out)] == [9, 10]
@@ -95,7 +78,6 @@ def test_an_empty_bench_has_empty_tables(tmp_path):
     write_tables(tmp_path)
     assert pq.read_table(tmp_path / "results.parquet").equals(RESULTS_SCHEMA.empty_table())
     assert pq.read_table(tmp_path / "runs.parquet").equals(RUNS_SCHEMA.empty_table())
-    assert len((tmp_path / "results.csv").read_text().splitlines()) == 1
 
 
 def test_the_runs_table_says_what_was_released_how_long_it_took_and_by_which_command(tmp_path, runs):
@@ -103,10 +85,10 @@ def test_the_runs_table_says_what_was_released_how_long_it_took_and_by_which_com
     write_tables(out)
     plain, private = pq.read_table(out / "runs.parquet").to_pylist()
     assert plain["folder"] == "synthetic/popularity/default/seed-0"
-    assert [plain[key] for key in ("trust", "noise_multiplier", "sampling_rate", "rounds", "delta")] == [None] * 5
-    assert (private["trust"], private["noise_multiplier"], private["sampling_rate"]) == ("central", 1.0, 0.05)
-    assert (private["rounds"], private["delta"]) == (8, 1e-5)
-    assert [release["count"] for release in json.loads(private["releases"])] == [8]
+    assert [plain[key] for key in ("trust", "releases", "delta")] == [None] * 3
+    assert (private["trust"], private["delta"]) == ("central", 1e-5)
+    (release,) = json.loads(private["releases"])
+    assert [release[key] for key in ("noise_multiplier", "sampling_rate", "count")] == [1.0, 0.05, 8]
     timing = pq.read_table(runs / "protofed-sp-0" / "timing.parquet").to_pylist()
     learn = sum(row["seconds"] for row in timing if row["stage"] == "learn")
     assert private["learn_seconds"] == pytest.approx(learn)

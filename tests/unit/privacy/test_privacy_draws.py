@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from protofed.privacy.draws import (
+    FINE,
     NUMBERS_AT_ONCE,
     Draws,
     SeededDraws,
@@ -203,6 +204,8 @@ def test_system_draws_have_the_shapes_and_distributions_of_seeded_ones_and_never
         assert not set(drawn.flatten().tolist()) & set(again.flatten().tolist())
         # 1e-6: nobody can seed these, and a suite must not fail once in a thousand runs.
         assert stats.kstest(drawn.flatten().numpy(), law).pvalue > 1e-6
+    steps = draws.normal("x", users[:50], 0, (5, 2)) * FINE
+    assert torch.equal(steps, steps.round())  # of the exact sampler's grid, whose tails have no gaps
     whole = draws.discrete_gaussian("x", users[:300], 0, (5,), 6.5)
     assert (whole.shape, whole.dtype) == ((300, 5), torch.int64)
     assert abs(float(whole.double().std()) / 6.5 - 1) < 5 / (2 * 1_500) ** 0.5

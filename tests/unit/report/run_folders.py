@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from protofed.evaluation.exposure import GROUPS
 from protofed.privacy.ledger import Release, write_ledger
-from protofed.report.layout import Cell, Table
+from protofed.report.layout import Cell, Drawing, Table, to_csv
 
 Users = Mapping[str, Sequence[int]]  # how many queries a user has in each slice 0..T
 Value = Callable[[int, int, str, str, str], float]  # (tested, trained, candidates, subset, metric)
@@ -44,6 +44,11 @@ def embedded(page: str) -> dict[str, Any]:
     """The JSON that a page holds: its tables, its figures and what they share."""
     _, _, rest = page.partition('<script type="application/json" id="data">')
     return dict(json.loads(rest[: rest.index("</script>")]))
+
+
+def csv_of(drawing: Drawing) -> str:
+    """A figure's numbers as text."""
+    return to_csv(drawing.header, drawing.rows)
 
 
 def shown_in(table: Table) -> dict[str, dict[str, Cell]]:

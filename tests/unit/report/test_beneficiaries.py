@@ -9,7 +9,7 @@ import pytest
 from every_section import USERS, write_every_section
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_folders import table, write_run
+from run_folders import csv_of, table, write_run
 
 from protofed.evaluation.significance import PerUser, bootstrap_difference
 from protofed.evaluation.strata import benjamini_hochberg, sign_flip_p
@@ -131,7 +131,7 @@ def test_the_gain_of_a_group_is_its_paired_difference(results: Results) -> None:
     first = benefits(results)[0]
     assert isinstance(first, Part)
     drawing = first.drawings[-1]
-    for row in table(drawing.csv):
+    for row in table(csv_of(drawing)):
         found = groups[row["group"]]
         rng = np.random.default_rng(seed_of(0, "report", drawing.name, row["group"]))
         slow = bootstrap_difference(found.ours, found.other, rng)
@@ -144,13 +144,13 @@ def test_the_gain_of_a_group_is_its_paired_difference(results: Results) -> None:
 def test_the_volcano_holds_every_tested_user_and_no_names(results: Results) -> None:
     first = benefits(results)[0]
     assert isinstance(first, Part)
-    rows = table(first.drawings[0].csv)
+    rows = table(csv_of(first.drawings[0]))
     assert list(rows[0]) == ["gain", "p_value", "p_adjusted", "blocks"]
     assert len(rows) == 12
     assert f"{len(rows)} of 12 users" in first.note
     found = sum(float(row["p_adjusted"]) <= 0.05 and float(row["gain"]) > 0 for row in rows)
     assert f" {found} gain (green)" in first.note
-    assert "user 0" not in first.drawings[0].csv
+    assert "user 0" not in csv_of(first.drawings[0])
 
 
 def test_a_users_drift_is_the_mean_over_the_slices_that_know_it(tmp_path: Path) -> None:
@@ -173,4 +173,4 @@ def test_runs_without_drift_say_so_and_keep_their_other_groups(tmp_path: Path) -
     first, gap = benefits(compute(section))
     assert isinstance(first, Part)
     assert gap == DRIFT
-    assert "drift: low third" not in [row["group"] for row in table(first.drawings[-1].csv)]
+    assert "drift: low third" not in [row["group"] for row in table(csv_of(first.drawings[-1]))]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from run_folders import write_run
+from run_folders import csv_of, write_run
 
 from protofed.methods.catalogue import METHODS
 from protofed.report.charts import MOST_DRAWN, Curve, colour_of, heat_maps, leading_rows, line_drawing, look_of
@@ -54,7 +54,7 @@ def test_a_line_is_the_mean_over_seeds_with_its_spread() -> None:
 
 def test_a_heat_map_has_a_line_for_each_slice_tested() -> None:
     drawn = heat_maps("name", "caption", {"a": np.array([[0.5, 0.4], [np.nan, 0.6]])})
-    assert drawn.csv == "method,slice_tested,after 0,after 1\na,0,0.5,0.4\na,1,,0.6\n"
+    assert csv_of(drawn) == "method,slice_tested,after 0,after 1\na,0,0.5,0.4\na,1,,0.6\n"
 
 
 def test_a_figure_keeps_words_once_and_unknown_numbers_as_null() -> None:

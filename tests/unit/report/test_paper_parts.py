@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from every_section import LEDGER, N_SLICES, USERS, WEAK, shares, write_every_section
-from run_folders import shown_in, table, write_run
+from run_folders import csv_of, shown_in, table, write_run
 
 from protofed.evaluation.fairness import user_disparity
 from protofed.evaluation.significance import PerUser, bootstrap_difference
@@ -122,7 +122,7 @@ def test_an_ablation_is_the_paired_difference_on_the_common_seed(root: Path, sec
 
 def test_sensitivity_is_the_mean_and_spread_over_seeds_at_each_value(root: Path, section: Section) -> None:
     (drawing,) = part(sensitivity(section)).drawings
-    rows = {float(row["value"]): row for row in table(drawing.csv)}
+    rows = {float(row["value"]): row for row in table(csv_of(drawing))}
     seeds = [accuracy(root / f"sp-{seed}") for seed in (0, 1)]
     assert float(rows[1.0]["mean"]) == pytest.approx(np.mean(seeds), rel=1e-5)
     assert float(rows[1.0]["std"]) == pytest.approx(np.std(seeds, ddof=1), rel=1e-4)
@@ -132,7 +132,7 @@ def test_sensitivity_is_the_mean_and_spread_over_seeds_at_each_value(root: Path,
 
 def test_steps_are_the_first_point_that_reaches_95_percent_of_the_best(section: Section) -> None:
     found = part(adaptation(section))
-    rows = table(found.drawings[0].csv)
+    rows = table(csv_of(found.drawings[0]))
     assert [row["slice"] for row in rows] == ["1", "2", "3", "4"]
     # 0.2, 0.4, 0.5, 0.49 after 0, 10, 20, 30 steps of 64 windows: 0.475 is reached with the third
     assert {(row["method"], row["steps"], row["windows"]) for row in rows} == {("finetune-last", "20", "1280")}
@@ -142,7 +142,7 @@ def test_steps_are_the_first_point_that_reaches_95_percent_of_the_best(section: 
 
 def test_the_plane_holds_forgetting_and_accuracy_of_every_row(root: Path, results: Results, section: Section) -> None:
     (drawing,) = part(frontier_part(results)).drawings
-    rows = {row["method"]: row for row in table(drawing.csv)}
+    rows = {row["method"]: row for row in table(csv_of(drawing))}
     assert set(rows) == {row.label for row in section.rows}
     assert float(rows["fedavg"]["AF"]) == pytest.approx(forgetting(root / "fedavg"), rel=1e-5)
     assert float(rows["fedavg"]["ndcg@10"]) == pytest.approx(accuracy(root / "fedavg"), rel=1e-5)
@@ -150,7 +150,7 @@ def test_the_plane_holds_forgetting_and_accuracy_of_every_row(root: Path, result
 
 def test_privacy_against_utility_goes_by_epsilon_of_the_ledgers(root: Path, results: Results) -> None:
     found = part(tradeoff(results))
-    first, second = (table(drawing.csv) for drawing in found.drawings)
+    first, second = (table(csv_of(drawing)) for drawing in found.drawings)
     expected = {}
     for name, ledger in (("weak", WEAK), ("sp", LEDGER)):
         exact = gaussian_epsilon(math.sqrt(ledger[0]["count"]) / ledger[0]["noise_multiplier"], 1e-5)
@@ -180,13 +180,13 @@ def test_without_dp_accounting_the_axis_is_the_noise_and_the_page_says_so(
     (only,) = group(find_runs(tmp_path)[0])
     found = part(tradeoff(compute(only)))
     assert "dp-accounting is not installed" in found.note
-    assert {line.cells[-1].text for line in overview([compute(only)]).lines} == {"unpriced"}
-    assert [row["noise multiplier"] for row in table(found.drawings[0].csv)] == ["1", "2"]
+    assert {line.cells[0].text for line in overview([compute(only)]).lines} == {"private, unpriced"}
+    assert [row["noise multiplier"] for row in table(csv_of(found.drawings[0]))] == ["1", "2"]
 
 
 def test_fairness_is_the_gap_between_thirds_by_queries_so_far(root: Path, section: Section) -> None:
     found = part(fairness(section)[0])
-    read = {(r["method"], int(r["slice"])): float(r["|busy - quiet|"]) for r in table(found.drawings[0].csv)}
+    read = {(r["method"], int(r["slice"])): float(r["|busy - quiet|"]) for r in table(csv_of(found.drawings[0]))}
     sums, counts = by_user(root / "ewc")
     for t in range(1, N_SLICES + 1):
         slow = user_disparity(sums[:, t], counts[:, t], counts[:, : t + 1].sum(1)).disparity
@@ -200,7 +200,7 @@ def test_exposure_is_each_groups_share_beside_its_share_of_events(root: Path, se
         for row in pq.read_table(root / "ewc" / "metrics.parquet").to_pylist()
         if row["metric"].startswith(("exposure", "events"))
     }
-    head, tail = (table(drawing.csv) for drawing in found.drawings[:2])
+    head, tail = (table(csv_of(drawing)) for drawing in found.drawings[:2])
     for rows, group_ in ((head, "head"), (tail, "tail")):
         read = {(r["method"], int(r["slice"])): float(r[f"share of {group_} items"]) for r in rows}
         for t in range(1, N_SLICES + 1):
@@ -223,7 +223,7 @@ def test_item_disparity_is_the_distance_of_head_and_tail_slice_by_slice(tmp_path
     write_run(tmp_path / "ewc", lambda *_: 0.5, method="ewc", shares=parted)
     (only,) = group(find_runs(tmp_path)[0])
     found = part(fairness(only)[1])
-    read = {(r["method"], int(r["slice"])): float(r["|head - tail|"]) for r in table(found.drawings[2].csv)}
+    read = {(r["method"], int(r["slice"])): float(r["|head - tail|"]) for r in table(csv_of(found.drawings[2]))}
     for t in (1, 2):
         assert read["ewc", t] == pytest.approx((0.6, 0.3)[t % 2])
         assert read["test events", t] == pytest.approx((0.3, 0.2)[t % 2])
@@ -331,7 +331,7 @@ def test_a_release_without_noise_is_no_private_row(tmp_path: Path) -> None:
     found = compute(only)
     assert "no row carries a privacy claim" in sentences(found)[1]
     assert isinstance(equal_epsilon(found), Missing)
-    assert {line.cells[-1].text for line in overview([found]).lines} == {"∞"}
+    assert {line.cells[0].text for line in overview([found]).lines} == {"private, ε = ∞", "raw, ε = ∞"}
 
 
 def test_a_private_row_without_a_rival_is_said_to_be_the_only_one(tmp_path: Path) -> None:
@@ -360,12 +360,12 @@ def test_rows_within_their_intervals_are_not_said_to_be_behind(tmp_path: Path) -
 def test_the_first_table_and_figure_hold_the_overall_rows(results: Results) -> None:
     shown, drawn = overview([results]), forest(results)
     labels = {row.label for row in rows_to_compare(results)}
-    assert {line.label for line in shown.lines} == labels == {row["method"] for row in table(drawn.csv)}
+    assert {line.label for line in shown.lines} == labels == {row["method"] for row in table(csv_of(drawn))}
     assert ABLATED not in labels
-    (row,) = [row for row in table(drawn.csv) if row["method"] == FULL]
+    (row,) = [row for row in table(csv_of(drawn)) if row["method"] == FULL]
     e = results.estimates[FULL]["ndcg@10/sampled/all"]
     read = [float(row[name]) for name in ("mean", "low95", "high95")]
     assert read == pytest.approx([e.mean, e.low, e.high], rel=1e-5)
-    epsilon = {line.label: line.cells[-1].text for line in shown.lines}
-    assert epsilon[FULL] == f"{results.prices[FULL].released:.2f}"
-    assert epsilon["frozen"] == ""
+    shares = {line.label: line.cells[0].text for line in shown.lines}
+    assert shares[FULL] == f"private, ε = {results.prices[FULL].released:.2f}"
+    assert shares["frozen"] == "raw"

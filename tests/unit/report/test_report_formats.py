@@ -63,9 +63,9 @@ def test_a_report_is_the_same_bytes_when_it_is_made_again(runs, tmp_path):
 def test_an_unknown_format_or_place_is_refused_in_one_line(runs, tmp_path):
     with pytest.raises(ConfigError, match="--format must be one of html, md, latex, csv, got 'pdf'"):
         report(runs, tmp_path / "r.pdf", kind="pdf")
-    with pytest.raises(ConfigError, match="is a folder; give a file"):
+    with pytest.raises(ProtoFedError, match="is a folder; give a file"):
         report(runs, tmp_path, kind="md")
-    with pytest.raises(ConfigError, match="which is no folder"):
+    with pytest.raises(ProtoFedError, match="there is no folder"):
         report(runs, tmp_path / "absent" / "r.md")
     with pytest.raises(ProtoFedError, match=r"must end in \.html"):
         report(runs, tmp_path / "r.md", kind="html")

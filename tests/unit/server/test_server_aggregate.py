@@ -476,3 +476,39 @@ def test_a_printed_round_keeps_the_averages_and_counts_a_version():
     assert torch.equal(after.v, expected[0])
     assert torch.equal(after.ema_sums, before.ema_sums)
     assert (after.version, report.uploads) == (1, 20)
+
+
+def turned(one: Tensor, other: Tensor) -> float:
+    """The largest angle between a prototype and the same one before, in degrees."""
+    return math.degrees(2 * math.asin(min(1.0, float((one - other).double().norm(dim=-1).max()) / 2)))
+
+
+def arrived(points: Tensor, block: Tensor) -> Accepted:
+    """Uploads as they are after checking and clipping, whoever made them up."""
+    return Accepted(len(points), points / points.norm(dim=-1, keepdim=True).clamp(min=1.0), block)
+
+
+@settings(max_examples=6)
+@given(st.integers(1, 8), st.integers(0, 2**32 - 1), st.sampled_from([1e-3, 1.0, 1e6]), st.booleans())
+@pytest.mark.parametrize("aggregator", ["geometric-median", "barycenter"])
+def test_no_number_of_clients_turns_a_prototype_further_than_momentum_allows_in_a_robust_round(
+    aggregator, n, seed, size, together
+):
+    """v' lies along 0.9 v + 0.1 c with c no longer than the radius, so the angle is at most asin(1/9)."""
+    how, rng = rule(aggregator=aggregator, noise_multiplier=0.0, margin=0.0), Generator().manual_seed(seed)
+    points = size * torch.randn(1 if together else n, 1, D, generator=rng).expand(n, 1, D)
+    uploads = arrived(points, torch.zeros(n, dtype=torch.int64))
+    after, _ = server_aggregate(library(), uploads, how, seeded_noise(rng), rng)
+    assert turned(after.v, library().v) <= math.degrees(math.asin(1 / 9)) + 0.01
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 12), st.integers(0, 2**32 - 1))
+def test_clients_that_collude_on_a_prototype_turn_it_by_no_more_than_their_share_of_its_running_sum(n, seed):
+    """Its sum of length 3 fades to 2.7 and n uploads add 0.1 n, at best at right angles to where it ends."""
+    how, rng = rule(noise_multiplier=0.0, margin=0.0), Generator().manual_seed(seed)
+    wanted = torch.randn(1, 1, D, generator=rng)
+    uploads = arrived(1e6 * wanted.expand(n, 1, D), torch.zeros(n, dtype=torch.int64))
+    after, _ = server_aggregate(library(), uploads, how, seeded_noise(rng), rng)
+    assert turned(after.v, library().v) <= math.degrees(math.asin(min(1.0, 0.1 * n / 2.7))) + 0.01
+    assert turned(after.v[1:], library().v[1:]) < 0.1  # nobody else's

@@ -5,13 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Generator
 
 from protofed.client.introductions import Introductions, ItemUpload, clip_introductions, make_item_upload
 from protofed.privacy.draws import SeededDraws
 from protofed.privacy.mechanism import os_noise, seeded_noise
 from protofed.server.accept import accept_items
-from protofed.server.newcomers import RIDGE, fit_map, predict_rows, row_features, sum_introductions
+from protofed.server.newcomers import DOUBT, RIDGE, fit_map, predict_rows, row_features, sum_introductions
 
 RNG = Generator().manual_seed(0)
 
@@ -130,6 +132,44 @@ def test_a_second_copy_counts_once_and_one_that_is_too_long_is_clipped_again():
     assert (lengths > 0.999).all()
 
 
+def lone(items: list[int], values: torch.Tensor) -> ItemUpload:
+    """What a device that follows no protocol sends."""
+    return ItemUpload(2, torch.tensor([99]), torch.tensor([len(items)]), torch.tensor(items), values)
+
+
+def added_by(cheat: ItemUpload) -> torch.Tensor:
+    """By how much one more upload moves the exact sums of three honest devices."""
+    wanted, honest = torch.ones(12, dtype=torch.bool), make_item_upload(told_by([3, 7, 8]), KEYS, SeededDraws(1), 2)[0]
+    with_it, without = (
+        sum_introductions(arrive(*some)[0], wanted, 0.0, seeded_noise(RNG)) for some in ([honest, cheat], [honest])
+    )
+    return with_it - without
+
+
+def test_a_cheating_device_moves_all_sums_together_by_no_more_than_one():
+    loud = lone(list(range(12)), torch.full((12, WIDTH), 1e6))
+    assert 0.999 < float(added_by(loud).norm()) <= 1 + 1e-6
+    often = lone([5] * 10_000, torch.full((10_000, WIDTH), 1e-2))  # of length 2 as it is counted, 200 as it adds up
+    assert arrive(often)[1] == {"an item named twice by a device": 1}
+    assert not added_by(often).any()
+
+
+@pytest.mark.parametrize("honest", [0, 1, 3, 10, 100])
+def test_one_device_moves_a_new_items_place_the_less_the_more_speak_of_it(honest):
+    """By 1 / (n + 5) of a typical row's length in a slice, and a little more where it lies about its count, too."""
+    rng = Generator().manual_seed(honest)
+    place = torch.nn.functional.normalize(torch.randn(WIDTH - 1, generator=rng), dim=0)
+    sums = honest * torch.cat([torch.ones(1), 0.9 * place])
+    before = row_features(sums[None])[0, : WIDTH - 1]
+    lies = torch.nn.functional.normalize(torch.randn(2_000, WIDTH, generator=rng), dim=1)
+    moved = (row_features(sums + lies)[:, : WIDTH - 1] - before).norm(dim=1)
+    straight = torch.cat([torch.zeros(1), -place])
+    assert float((row_features((sums + straight)[None])[0, : WIDTH - 1] - before).norm()) == pytest.approx(
+        1 / (honest + DOUBT), abs=1e-6
+    )
+    assert float(moved.max()) <= 2**0.5 / (max(honest - 1, 0) + DOUBT)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_one_number_that_is_none_silences_its_device_alone(value):
     upload, _ = make_item_upload(told_by([3, 7, 9]), KEYS, SeededDraws(1), 2)
@@ -164,6 +204,44 @@ def test_what_cannot_be_used_is_refused_with_a_reason_and_the_rest_is_heard(chan
     assert reason.startswith(why)
     assert n >= 1
     assert torch.equal(accepted.values, other.values)
+
+
+ODD = st.sampled_from([0, 1, 3, -1, 12, 2**31, 2**62, -(2**63), 2**63 - 1])
+
+
+@st.composite
+def any_uploads(draw: st.DrawFn) -> ItemUpload:
+    """Anything that could stand in a message: wrong shapes and types, counts and items of any size, odd numbers."""
+    n = draw(st.integers(0, 4))
+    said = draw(st.integers(0, 6))
+    tokens, counts, items = (
+        torch.tensor(draw(st.lists(ODD | st.integers(0, 11), min_size=size, max_size=size)), dtype=torch.int64)
+        for size in (n, n, said)
+    )
+    if draw(st.booleans()):
+        counts = torch.bincount(torch.randint(max(n, 1), (said,), generator=RNG), minlength=n)
+    values = torch.full((said, WIDTH), draw(st.sampled_from([0.3, -1e38, 3e38, 0.0, float("nan"), float("inf")])))
+    kinds = draw(st.sampled_from([{}, {"counts": counts.float()}, {"items": items[None]}, {"tokens": tokens.sum()}]))
+    wrapped = draw(st.sampled_from([counts, torch.tensor([2**62] * 4 + [said])]))
+    return replace(ItemUpload(2, tokens, wrapped, items, values), **kinds)
+
+
+@given(any_uploads())
+@settings(max_examples=300)
+def test_whatever_arrives_stops_nothing_and_says_no_more_than_its_devices_may(upload):
+    honest = make_item_upload(told_by([3]), KEYS, SeededDraws(1), 2)[0]
+    accepted, refused = arrive(honest, upload)
+    heard = len(accepted.users.unique())
+    assert 1 <= heard <= 1 + len(upload)
+    assert accepted.values.isfinite().all()
+    assert float(accepted.values.double().square().sum()) <= heard * (1 + 1e-6)
+    assert torch.equal(accepted.values[:3], honest.values)
+    assert heard == 1 + len(upload) or refused or not len(upload.items) or not upload.counts.all()
+
+
+def test_counts_that_wrap_around_to_the_right_sum_are_refused():
+    upload = ItemUpload(2, torch.arange(5), torch.tensor([2**62] * 4 + [3]), torch.arange(3), torch.ones(3, WIDTH))
+    assert arrive(upload)[1] == {"counts that do not add up to the items": 5}
 
 
 def test_nobody_says_nothing():

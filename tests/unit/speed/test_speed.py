@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from protofed.cli.speed import checked, growth_table, ratios
+from protofed.cli.speed import growth_table
 from protofed.errors import ConfigError, MachineError
 from protofed.privacy.upload import contributions
 from protofed.slices.histories import BOS, PAD
 from protofed.slices.windows import NO_TARGET
 from protofed.speed.alone import update_alone
+from protofed.speed.comparison import checked, ratios
 from protofed.speed.measure import Figures, figures_of, flops_of_round, group_of, largest_difference, player
 from protofed.speed.workload import (
     ITEMS,
