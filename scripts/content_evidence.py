@@ -10,7 +10,7 @@ row and the shared rule (`frozen`, which reads everybody's raw events) are the p
 import argparse
 import csv
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -27,7 +27,7 @@ from protofed.config import RunConfig
 from protofed.evaluation.ranking import ndcg, rank_among, rank_of_positive
 from protofed.evaluation.significance import PerUser, average_seeds, bootstrap_difference
 from protofed.experiments.evaluate import CANDIDATES
-from protofed.features.build import content_of
+from protofed.features.build import content_of, with_gaps
 from protofed.features.content import Content
 from protofed.seeds import seed_of
 from protofed.slices.stream import SliceStream
@@ -59,28 +59,29 @@ def measured(log_name: str, seed: int, root: Path, cache: Path, kinds: list[str]
     config = settle({"dataset": log_name, "method": "frozen-no-new-rows", "seed": seed}, None, settings)
     log = load(config, root)
     data, items = SliceStream(log, config.stream), item_table(log_name, root)
+    everything = replace(config, content=replace(config.content, features=features)).content
+    whole = content_of(everything, log, items, cache)
+    gaps = Content(tuple(with_gaps(m, log, 0.5) for m in whole.modalities))
     found: Values = {}
-    for name, asked_for in variants(features, config, kinds):
-        content = content_of(asked_for.content, log, items, cache)
-        model = backbone(asked_for, data, content, cache)
-        found |= {f"{name}|{kind}": values for kind, values in answers(model, data, config).items()}
-        print(f"{log_name}, seed {seed}: {name}", flush=True)
+    for kind in kinds:
+        for name, content in variants(whole, gaps).items():
+            model = backbone(replace(config, content=replace(config.content, kind=kind)), data, content, cache)
+            found |= {f"{kind}, {name}|{asked}": values for asked, values in answers(model, data, config).items()}
+            print(f"{log_name}, seed {seed}: {kind}, {name}", flush=True)
     return found | questions(data)
 
 
-def variants(features: str, config: RunConfig, kinds: list[str]) -> Iterator[tuple[str, RunConfig]]:
+def variants(whole: Content, gaps: Content) -> dict[str, Content]:
     """Each feature alone, all together, and all with half of them missing."""
-    alone = features.split(",") if "," in features else []
-    for kind in kinds:
-        for chosen, missing in (*((one, 0.0) for one in alone), (features, 0.0), (features, 0.5)):
-            name = f"{kind}, {chosen.replace(',', ' + ')}{', half missing' if missing else ''}"
-            yield name, replace(config, content=replace(config.content, features=chosen, kind=kind, missing=missing))
+    together = " + ".join(m.name for m in whole.modalities)
+    alone = {m.name: Content((m,)) for m in whole.modalities}
+    return alone | {together: whole, f"{together}, half missing": gaps}
 
 
-def backbone(config: RunConfig, data: SliceStream, content: Content | None, cache: Path) -> SASRec:
+def backbone(config: RunConfig, data: SliceStream, content: Content, cache: Path) -> SASRec:
     tower = content if config.content.kind == "tower" else None
     model, _ = cached_backbone(config, data, cache, device=torch.device("cpu"), content=tower)
-    return model if tower is not None or content is None else with_nearest(model, content, config.content.neighbours)
+    return model if tower is not None else with_nearest(model, content, config.content.neighbours)
 
 
 @torch.no_grad()

@@ -121,7 +121,10 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], notes: Mapping[str, 
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with written_atomically(path) as unfinished:
         told = {**notes, CHECKSUM: tensors_checksum(whole, notes)}
+        unfinished.touch()
+        mode = unfinished.stat().st_mode
         save_file(whole, unfinished, metadata={NOTES: json.dumps(told)})  # one entry: several come in any order
+        unfinished.chmod(mode)  # whoever may read the folder's other files may read this one
 
 
 def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -1,6 +1,7 @@
 """The same numbers wherever the rounds are carried: the simulator, the apps in one process, Flower's own engine."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,8 +27,8 @@ from protofed.deployment.flower.engines import (
     run_locally,
 )
 from protofed.deployment.flower.processes import MARK
-from protofed.deployment.host import read_host
-from protofed.deployment.orders import cuts_of
+from protofed.deployment.host import STORE, obey, read_host
+from protofed.deployment.orders import Order, cuts_of
 from protofed.deployment.server import read_server
 from protofed.errors import ConfigError, DataError
 from protofed.experiments.evaluate import answer, metric_rows
@@ -185,6 +186,24 @@ def test_a_hosts_slice_is_its_part_of_the_whole_one(federation):
             found |= by_question(part)
         assert found == by_question(whole)
         assert len(found) > 20
+
+
+def test_no_host_answers_a_round_twice_or_one_that_nobody_planned(federation, tmp_path):
+    """A server that asks for more than ε was computed for hears nothing, in whichever slice it asks."""
+    shutil.copytree(federation[0], tmp_path / "fed")
+    folder = host_folders(tmp_path / "fed")[0]
+    privacy, library = base_block()[0].config.privacy, federation[1].library
+    (first, second), planned = cuts_of(tiny_stream()), 2 * privacy.rounds_per_slice
+    (folder / STORE).unlink()
+
+    def asked(cuts, round_):
+        return sum(len(up) for up in obey(folder, Order("upload", cuts, library.broadcast(), round_, 1)).uploads)
+
+    assert asked((first,), 2) > 0
+    assert asked((first,), planned) == 0
+    assert [asked((first, second), round_) for round_ in (0, 1, 2)] == [0, 0, 0]
+    assert asked((first, second), planned - 1) > 0
+    assert [asked((first, second), round_) for round_ in (planned, planned + 1, 10**6)] == [0, 0, 0]
 
 
 def test_an_unknown_item_and_a_mode_that_reads_raw_events_are_one_line():

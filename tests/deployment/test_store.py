@@ -1,14 +1,19 @@
 """The SQLite file of a host: what is in it survives, what was not finished never was."""
 
+import random
 import stat
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from cohorts import devices_with, drawn
 
+from protofed.deployment.host import read_events
+from protofed.deployment.server import read_cuts
 from protofed.deployment.store import bytes_of, opened, secret_of, state_of
-from protofed.errors import DataError, StorageError
+from protofed.errors import DataError, RunFolderError, StorageError
 
 
 def put_and_break(path, state):
@@ -48,6 +53,39 @@ def test_what_is_no_store_and_what_is_no_state_are_one_line(tmp_path):
     whole = bytes_of(devices_with(torch.arange(2), drawn(2, 1, 8)))
     with pytest.raises(DataError, match="could not be read"):
         state_of(whole.replace(b"protofed-store-1", b"protofed-store-0"))
+
+
+def test_no_flipped_bit_and_no_cut_of_a_state_is_taken_for_one():
+    whole = bytes_of(devices_with(torch.arange(2), drawn(2, 1, 8)))
+    rng = random.Random(0)
+    damaged = [whole[: rng.randrange(len(whole))] for _ in range(100)]
+    for _ in range(400):
+        place = rng.randrange(len(whole))
+        damaged.append(whole[:place] + bytes([whole[place] ^ 1 << rng.randrange(8)]) + whole[place + 1 :])
+    for blob in damaged:
+        with pytest.raises(DataError, match="a state of the store could not be read"):
+            state_of(blob)
+
+
+@pytest.mark.parametrize("text", [b"", b"[", b"{}1", b'[{"index": 1}]', b"[1]", b"\xff", b"null"])
+def test_damaged_edges_of_slices_are_one_line(tmp_path, text):
+    (tmp_path / "cuts.json").write_bytes(text)
+    with pytest.raises(RunFolderError, match=r"cuts.json cannot be read .*; copy it from where the federation began$"):
+        read_cuts(tmp_path / "cuts.json")
+
+
+def test_damaged_events_of_a_host_are_one_line(tmp_path):
+    file, rng = tmp_path / "events.parquet", random.Random(1)
+    pq.write_table(pa.table({"user": [1, 2, 2], "time": [5, 6, 7]}), file)
+    whole = file.read_bytes()
+    assert read_events(file).num_rows == 3
+    for size in (0, 3, len(whole) // 2, len(whole) - 1, *(rng.randrange(len(whole)) for _ in range(30))):
+        file.write_bytes(whole[:size])
+        with pytest.raises(RunFolderError, match=r"^.*events.parquet cannot be read \(.*\); copy it"):
+            read_events(file)
+    file.unlink()
+    with pytest.raises(RunFolderError, match="cannot be read"):
+        read_events(file)
 
 
 def test_keys_of_a_federation_are_for_their_owner_alone_and_fit_each_other(tmp_path):

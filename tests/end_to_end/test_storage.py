@@ -52,6 +52,15 @@ def test_an_out_that_cannot_be_is_one_line(places, command, where):
 
 
 @pytest.mark.parametrize("where", ["/proc/x", "file/x", "dangling"])
+@pytest.mark.parametrize("how", [("--prepare",), ("--engine", "local")])
+def test_a_federation_that_cannot_be_written_is_told_before_the_work(places, monkeypatch, how, where):
+    pytest.importorskip("flwr")
+    monkeypatch.setattr(pretrain, "warm_up", lambda *_, **__: pytest.fail("trained first"))
+    flags = ["--dataset", "synthetic", "--cache", "cache"]
+    assert f"error: {where}" in refused("federate", *how, "--out", where, *flags, cwd=places)
+
+
+@pytest.mark.parametrize("where", ["/proc/x", "file/x", "dangling"])
 @pytest.mark.parametrize("command", ["run", "bench", "tune"])
 def test_a_cache_that_cannot_be_is_one_line_before_the_warm_up(places, monkeypatch, command, where):
     monkeypatch.setattr(pretrain, "warm_up", lambda *_, **__: pytest.fail("trained first"))

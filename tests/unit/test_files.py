@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from protofed.files import UNFINISHED, remove_unfinished, write_text, written_atomically
+from protofed.files import UNFINISHED, remove_unfinished, save_tensors, write_text, written_atomically
 
 
 def test_a_file_appears_only_once_it_is_whole(tmp_path):
@@ -40,6 +41,12 @@ def test_text_is_written_as_utf_8_and_replaces_what_was_there(tmp_path):
     write_text(path, "a much longer old text")
     write_text(path, "ε = 3.4\n")
     assert path.read_bytes() == "ε = 3.4\n".encode()
+
+
+def test_tensors_may_be_read_by_whoever_may_read_a_text_beside_them(tmp_path):
+    write_text(tmp_path / "text", "x")
+    save_tensors(tmp_path / "tensors", {"x": torch.zeros(2)}, {})
+    assert (tmp_path / "tensors").stat().st_mode == (tmp_path / "text").stat().st_mode
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from protofed.cli.progress import LOADING, shown
 from protofed.cli.run import CACHE, check_dial, load, print_summary, settle, surroundings
 from protofed.config import RunConfig
 from protofed.errors import ConfigError, check_installed
+from protofed.files import make_folder
 from protofed.methods.names import FLAGSHIP, OURS
 
 if TYPE_CHECKING:
@@ -114,8 +115,9 @@ def prepare_folders(config: RunConfig, root: Path, out: Path, hosts: int, cache:
     from protofed.methods.catalogue import configured
     from protofed.methods.headed import Headed, under_head, without_head
 
-    if out.exists():
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
         raise ConfigError(f"--out {out} is there already; a federation begins in a new folder")
+    make_folder(out)  # before the work
     with shown(Console(stderr=True)) as progress:
         log = load(config, root)
         world, _ = begun(config, log, cache, progress)

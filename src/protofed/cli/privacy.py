@@ -103,7 +103,8 @@ def read_all(ledgers: list[Path]) -> "tuple[Ledger, Trust]":
     for path, (releases, _) in zip(ledgers, found, strict=True):
         if not releases:  # not ε = 0: what was trained without the mechanism is not in the ledger either
             raise ConfigError(
-                f"{path} holds no release, so no ε applies; methods that train without the mechanism carry no claim"
+                f"{path} holds no release, so no ε applies: with --share nothing nothing left the devices, and methods "
+                "that train without the mechanism carry no claim"
             )
     trusts = sorted({trust for _, trust in found})
     if len(trusts) > 1:

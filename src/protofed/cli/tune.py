@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from protofed.cli.progress import shown
-from protofed.cli.run import CACHE, load, settle
+from protofed.cli.run import CACHE, item_table, load, settle
 from protofed.config import hyper_values, parse_override
 from protofed.errors import ConfigError
 from protofed.progress import silent
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from protofed.experiments.tuning import Outcome, Tuning
+    from protofed.features.content import Content
 
 OBJECTIVE = "mean over pseudo-slices t of A[t, t]: NDCG@10 of the test part, sampled candidates, all events"
 
@@ -94,7 +95,7 @@ def tune(
     command = shlex.join(["protofed", *sys.argv[1:]])
     if jobs == 1:
         for search in searches:
-            run_all(search, out, cache, where, console, command)
+            run_all(search, out, cache, where, console, command, known_of(search, root, cache))
     else:
         places = {"root": str(root), "out": str(out), "cache": str(cache), "device": device, "command": command}
         told = {"flags": flags, "settings": settings or [], "slices": slices, "trials": trials, **places}
@@ -119,7 +120,22 @@ def planned(
     return [tuning(config, log, n_slices=slices, n_trials=trials, held=held) for config in configs]
 
 
-def run_all(search: "Tuning", out: Path, cache: Path, device: "torch.device", console: Console, command: str) -> None:
+def known_of(search: "Tuning", root: Path, cache: Path) -> "Content | None":
+    """What is known of the pseudo-log's items, where the settings ask for it."""
+    from protofed.features.build import content_of
+
+    return content_of(search.config.content, search.pseudo_log, item_table(search.config.dataset, root), cache)
+
+
+def run_all(
+    search: "Tuning",
+    out: Path,
+    cache: Path,
+    device: "torch.device",
+    console: Console,
+    command: str,
+    content: "Content | None",
+) -> None:
     """Each trial that is not over yet, with a line for each; tables and best.toml are rewritten after every one."""
     from protofed.experiments.stages import stages_of
     from protofed.experiments.tuning import run_trial
@@ -130,7 +146,7 @@ def run_all(search: "Tuning", out: Path, cache: Path, device: "torch.device", co
             title = f"{search.config.method} trial {trial.number + 1} of {len(search.trials)}"
             bars.expect(title, stages_of(search.n_slices))
             progress = bars if console.is_terminal else silent
-            outcome = run_trial(search, trial, out, cache, device, command=command, progress=progress)
+            outcome = run_trial(search, trial, out, cache, device, command=command, content=content, progress=progress)
         noted(search, outcome, out, console)
 
 

@@ -48,14 +48,15 @@ def run_cell(told: Mapping[str, Any]) -> None:
 
 def run_trial(told: Mapping[str, Any]) -> None:
     """One trial of a search; it leaves what came of it in its folder."""
-    from protofed.cli.tune import Asked, planned
+    from protofed.cli.tune import Asked, known_of, planned
     from protofed.experiments import tuning
     from protofed.experiments.run import pick_device
 
     asked = Asked(**told)
     (search,) = planned(asked.flags, asked.settings, [asked.method], Path(asked.root), asked.slices, asked.trials)
     trial, device = search.trials[asked.trial], pick_device(asked.device)
-    tuning.run_trial(search, trial, Path(asked.out), Path(asked.cache), device, command=asked.command)
+    known = known_of(search, Path(asked.root), Path(asked.cache))
+    tuning.run_trial(search, trial, Path(asked.out), Path(asked.cache), device, command=asked.command, content=known)
 
 
 def end_with_the_bench() -> None:

@@ -155,7 +155,7 @@ def _read(file: Path) -> pa.Table:
         _check_columns(file, schema.names)
         wanted = [name for name in (*NEEDED, *OPTIONAL) if name in schema.names]
         texts = [name for name in wanted if _is_text(schema.field(name).type)]
-        with pq.ParquetFile(file, read_dictionary=texts) as parquet:
+        with pq.ParquetFile(file, read_dictionary=texts, page_checksum_verification=True) as parquet:
             table = parquet.read(columns=wanted)
         table.validate(full=True)
         return table.unify_dictionaries()
@@ -261,7 +261,7 @@ def _write(log: InteractionLog, file: Path) -> None:
     """The log in row groups, so that the identifiers of 100 M rows are never all in memory."""
     groups = (_group(log, start) for start in range(0, len(log), ROWS_PER_GROUP))
     first = next(groups)
-    with pq.ParquetWriter(file, first.schema, compression="zstd") as writer:
+    with pq.ParquetWriter(file, first.schema, compression="zstd", write_page_checksum=True) as writer:
         writer.write_table(first)
         for group in groups:
             writer.write_table(group)

@@ -6,6 +6,7 @@ It decides nothing about learning or privacy: coins, steps and uploads are those
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from protofed.config import RunConfig, from_toml
 from protofed.deployment.events import Events, own_events, slice_of
 from protofed.deployment.orders import Answer, Cut, Order
 from protofed.deployment.store import Kept, opened, secret_of
+from protofed.errors import RunFolderError
 from protofed.federation.newcomers import introduce, with_rows, without_base_row
 from protofed.federation.simulator import (
     Schedule,
@@ -60,15 +62,25 @@ class Devices:
     steps: int  # taken in it
     finished: bool
     place: tuple[int, int, int] = BEFORE  # of the newest order that was obeyed
+    round_: int = -1  # the newest that was answered
 
 
 def read_host(folder: Path) -> tuple[Host, DeviceState]:
     """What is in a host's folder (see `protofed.deployment.deal`), and its users' devices after the base block."""
     given = load(folder)
-    config, table = from_toml(given.settings), pq.read_table(folder / EVENTS)
+    config, table = from_toml(given.settings), read_events(folder / EVENTS)
     events = own_events(given.name, table, given.catalogue.table["item"].combine_chunks())
     assert given.rule is not None
     return Host(given.model, given.rule, config, events, (folder / SEEDED).is_file()), given.devices
+
+
+def read_events(file: Path) -> pa.Table:
+    """The events of a host's users."""
+    try:
+        return pq.read_table(file)
+    except (pa.ArrowException, OSError) as problem:
+        said = str(problem).splitlines()[0]
+        raise RunFolderError(f"{file} cannot be read ({said}); copy it from where the federation began") from problem
 
 
 def obey(folder: Path, order: Order) -> Answer:
@@ -90,7 +102,8 @@ def answer(host: Host, first: DeviceState, kept: Kept, order: Order) -> Answer:
         return Answer(kept.get("uploads")) if again else Answer()
     devices = bring_to(host, devices, order, schedule)
     uploads: tuple[Upload, ...] = ()
-    if order.kind == "upload":
+    if order.kind == "upload" and devices.round_ < order.round_ < planned_rounds(host.config):
+        devices = replace(devices, round_=order.round_)
         model = model_for(host, order, order.cuts[-1])
         cut = replace(schedule, slice_index=order.cuts[-1].index)
         asked = ask_devices(devices.state, devices.stacks, host.rule, cut, order.round_)
@@ -98,6 +111,11 @@ def answer(host: Host, first: DeviceState, kept: Kept, order: Order) -> Answer:
     kept.put("devices", replace(devices, place=order.place))
     kept.put("uploads", uploads)
     return Answer(uploads)
+
+
+def planned_rounds(config: RunConfig) -> int:
+    """How many rounds ε was computed for at most; no device answers more, whatever it is asked."""
+    return config.stream.n_slices * config.privacy.rounds_per_slice
 
 
 def bring_to(host: Host, devices: Devices, order: Order, schedule: Schedule) -> Devices:
@@ -111,7 +129,7 @@ def bring_to(host: Host, devices: Devices, order: Order, schedule: Schedule) -> 
         if cut.index > devices.index:
             state = resize(devices.state, torch.from_numpy(slice_.user_keys))
             stacks = tuple(begin_stacks(model, state, slice_, own))
-            devices = Devices(state, stacks, cut.index, 0, False, devices.place)
+            devices = Devices(state, stacks, cut.index, 0, False, devices.place, devices.round_)
         ends = cut.index < newest or order.kind == "finish"
         devices = stepped(model, devices, own, own.steps if ends else order.steps)
         devices = finished(model, devices, slice_) if ends else devices

@@ -120,8 +120,17 @@ def read_server(folder: Path) -> Server:
     if not (folder / STATE).is_file():
         raise RunFolderError(f"no federation at {folder}; make one with `protofed federate --prepare`")
     given = load(folder)
-    cuts = tuple(Cut(**cut) for cut in json.loads((folder / CUTS).read_text(encoding="utf-8")))
+    cuts = read_cuts(folder / CUTS)
     return Server(folder, given.model.backbone, from_toml(given.settings), cuts, (folder / SEEDED).is_file())
+
+
+def read_cuts(file: Path) -> tuple[Cut, ...]:
+    """The edges of all slices."""
+    try:
+        return tuple(Cut(**cut) for cut in json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as problem:
+        said = str(problem).splitlines()[0]
+        raise RunFolderError(f"{file} cannot be read ({said}); copy it from where the federation began") from problem
 
 
 def serve_slices(folder: Path, until: int, ask: Ask) -> ServerState:

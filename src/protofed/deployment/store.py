@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 
 from protofed.errors import DataError, StorageError
+from protofed.files import CHECKSUM, tensors_checksum
 from protofed.snapshot import Snapshot, restore, take_snapshot
 
 FORMAT = "protofed-store-1"
@@ -74,9 +75,10 @@ def secret_of(kept: Kept) -> bytes:
 
 
 def bytes_of(state: object) -> bytes:
-    """A state as one safetensors blob."""
+    """A state as one safetensors blob, with a checksum over all of it."""
     snapshot = take_snapshot(state)
-    return bytes(save(snapshot.tensors, {"format": FORMAT, "outline": snapshot.outline}))
+    about = {"format": FORMAT, "outline": snapshot.outline}
+    return bytes(save(snapshot.tensors, about | {CHECKSUM: tensors_checksum(snapshot.tensors, about)}))
 
 
 def state_of(blob: bytes) -> Any:
@@ -85,6 +87,9 @@ def state_of(blob: bytes) -> Any:
         about = json.loads(blob[8 : 8 + int.from_bytes(blob[:8], "little")]).get("__metadata__", {})
         if about.get("format") != FORMAT:
             raise ValueError(f"its format should be {FORMAT}, found {about.get('format')!r}")
-        return restore(Snapshot(load(blob), about["outline"]))
+        tensors, written = load(blob), about.pop(CHECKSUM, None)
+        if written != tensors_checksum(tensors, about):
+            raise ValueError("its checksum does not match")
+        return restore(Snapshot(tensors, about["outline"]))
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as problem:
         raise DataError(f"a state of the store could not be read: {problem}; begin it anew") from problem

@@ -92,7 +92,7 @@ def held(out: Path, name: str = "bench") -> Iterator[None]:
 def run_cells(
     cells: Sequence[Cell], board: Board, out: Path, start: Start, job_of: Callable[[Cell], Job], jobs: int, tell: Tell
 ) -> Board:
-    """The board once nothing waits any more, and the tables written; whatever interrupts it, no worker outlives it."""
+    """The board once nothing waits any more; whatever ends it, no worker outlives it and the tables are written."""
     board = dict(board)
     waiting = [cell for cell in cells if board[cell.folder].state == "waiting"]
     running: dict[str, _Running] = {}
@@ -116,7 +116,7 @@ def run_cells(
                     tell(run.cell, status)
     finally:
         stop_all([run.worker for run in running.values()])
-    write_tables(out)
+        write_tables(out)
     return board
 
 

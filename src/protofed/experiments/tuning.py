@@ -31,6 +31,7 @@ from protofed.experiments.folder import RunFolder, load_checkpoint
 from protofed.experiments.grid import texts
 from protofed.experiments.matrices import main_values
 from protofed.experiments.run import Experiment
+from protofed.features.content import Content
 from protofed.federation.plan import Stream, plan_releases
 from protofed.files import CHECKSUM, harmless, make_folder, write_text
 from protofed.methods.catalogue import configured, private_by_itself
@@ -143,6 +144,7 @@ def run_trial(
     device: torch.device | None = None,
     *,
     command: str = "run_trial",
+    content: Content | None = None,
     progress: Progress = silent,
 ) -> Outcome:
     """One trial in its own folder under `out`: continued where it was killed, read where it is over.
@@ -154,7 +156,8 @@ def run_trial(
     if (known := known_outcome(search, trial, out)) is not None:
         return known
     folder.parent.mkdir(parents=True, exist_ok=True)
-    experiment = Experiment(pseudo_config(search, config), search.pseudo_log, cache, command=command, diagonal=True)
+    pseudo = pseudo_config(search, config)
+    experiment = Experiment(pseudo, search.pseudo_log, cache, command=command, diagonal=True, content=content)
     experiment = replace(experiment, device=device) if device is not None else experiment
     outcome, trace = attempted(experiment, trial, folder, progress)
     outcome = replace(outcome, made_with=digest(search, config))

@@ -24,20 +24,22 @@ def read_vectors(file: Path, items: pa.Table) -> Modality:
         raise DataError(f"{file}: vectors come as .npy or .parquet, found {file.suffix or 'no ending'}; convert it")
     if not file.is_file():
         raise DataError(f"{file}: there is no such file; name one by --vectors")
-    values, present = _npy(file, items) if file.suffix == ".npy" else _parquet(file, items)
+    found, present = _npy(file, items) if file.suffix == ".npy" else _parquet(file, items)
+    with np.errstate(over="ignore"):
+        values = found.astype(np.float32)  # what is too large for it becomes infinite
     if not np.isfinite(values).all():
         row = int(np.flatnonzero(~np.isfinite(values).all(1))[0])
         raise DataError(
-            f"{file}: vectors must hold finite numbers, the one of item {items['item'][row].as_py()!r} holds NaN or "
-            "infinity; leave the item out"
+            f"{file}: vectors must hold finite numbers, the one of item {items['item'][row].as_py()!r} holds NaN, "
+            "infinity or more than 3e38; leave the item out"
         )
-    return modality("vectors", torch.from_numpy(values.astype(np.float32)), torch.from_numpy(present))
+    return modality("vectors", torch.from_numpy(values), torch.from_numpy(present))
 
 
 def _npy(file: Path, items: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     try:
         values = np.load(file, allow_pickle=False)
-    except (ValueError, OSError, EOFError) as broken:
+    except Exception as broken:  # whatever reading a header as Python ends in
         reason = " ".join(str(broken).split())[:200]
         raise DataError(f"{file}: must be a whole .npy file, found {reason}; write it again") from broken
     if values.ndim != 2 or values.dtype.kind not in "fiu" or len(values) != items.num_rows:
@@ -51,10 +53,10 @@ def _npy(file: Path, items: pa.Table) -> tuple[np.ndarray, np.ndarray]:
 def _parquet(file: Path, items: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     try:
         table = pq.read_table(file)
-    except (pa.ArrowException, OSError) as broken:
+        names = [name for name in table.column_names if name != "item"]
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as broken:
         reason = " ".join(str(broken).split())[:200]
         raise DataError(f"{file}: must be a whole parquet file, found {reason}; write it again") from broken
-    names = [name for name in table.column_names if name != "item"]
     if "item" not in table.column_names or not names:
         raise DataError(f"{file}: needs the column `item` and vectors, found {', '.join(table.column_names)}; rename")
     refuse_statistics(file, names)

@@ -63,7 +63,7 @@ def save(recommender: Recommender, path: Path | str, *, devices: bool = True) ->
 def save_parts(recommender: Recommender, folder: Path) -> None:
     """What a run's folder lacks to be a model: items, devices and the model itself."""
     with written_atomically(folder / ITEMS) as unfinished:
-        pq.write_table(recommender.catalogue.table, unfinished, compression="zstd")
+        pq.write_table(recommender.catalogue.table, unfinished, compression="zstd", write_page_checksum=True)
     snapshot = take_snapshot(Users(recommender.devices, recommender.bystanders))
     notes = {"format": FORMAT, "outline": snapshot.outline, "model": fingerprint(recommender.model)}
     save_tensors(folder / DEVICES, snapshot.tensors, notes)
@@ -150,7 +150,7 @@ def _restored(path: Path, device: torch.device | str) -> tuple[object, str, str]
 def _items(path: Path, n_items: int) -> pa.Table:
     """The table of the model's items."""
     try:
-        table = pq.read_table(path)
+        table = pq.read_table(path, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as problem:
         why = " ".join(str(problem).split()) if path.exists() else "there is no such file"
         raise RunFolderError(f"{path} cannot be read ({why}); {RUN_AGAIN}") from problem

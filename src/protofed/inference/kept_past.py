@@ -118,15 +118,12 @@ def kept_cells(past: KeptPast, now: int, n_items: int) -> Cells:
     age = np.maximum(now - past.last[places], 0) / DAY
     sums = past.sums[places] * 0.5 ** (age[:, None] / _LIVES)
     since = past.n_events - 1 - past.newest[places]
-    often, lately = np.zeros(ITEMS), np.zeros(ITEMS)
-    follows = np.flatnonzero((past.sources == past.ends_with) & (past.sources != EMPTY))
-    where = {int(past.items[place]): int(place) for place in places}
-    for each in follows:
-        target = where.get(int(past.targets[each]))
-        if target is not None:
-            old = max(now - int(past.followed_last[each]), 0) / DAY
-            often[target] = past.followed[each]
-            lately[target] = past.followed_sum[each] * 0.5 ** (old / FOLLOW_HALF_LIFE)
+    often, lately = np.zeros(len(places)), np.zeros(len(places))
+    follows = np.flatnonzero((past.sources == past.ends_with) & np.isin(past.targets, past.items[places]))
+    target = np.searchsorted(past.items[places], past.targets[follows])
+    often[target] = past.followed[follows]
+    old = np.maximum(now - past.followed_last[follows], 0) / DAY
+    lately[target] = past.followed_sum[follows] * 0.5 ** (old / FOLLOW_HALF_LIFE)
     real = past.owners != EMPTY
     hours = torch.from_numpy(24 * np.maximum(now - past.instants[real], 0) / DAY)
     rhythm = [
@@ -139,8 +136,8 @@ def kept_cells(past: KeptPast, now: int, n_items: int) -> Cells:
         *np.log1p(10 * sums).T,
         np.log1p(since),
         since == 0,
-        np.log1p(often[places]),
-        np.log1p(lately[places]),
+        np.log1p(often),
+        np.log1p(lately),
         *np.log1p(rhythm),
         count / max(n, 1.0),
         np.full(len(places), np.log1p(n)),

@@ -13,7 +13,7 @@ from protofed.report.layout import Cell, Column, Line, Missing, Part, Table, int
 from protofed.report.runs import Run
 from protofed.report.sections import Row, Section
 from protofed.report.tables import continual, mean_over_slices
-from protofed.report.variants import Ablation, ablations
+from protofed.report.variants import Ablation, ablations, common_runs
 from protofed.seeds import seed_of
 
 TITLE = "Ablations"
@@ -54,8 +54,7 @@ def ablation_part(section: Section) -> Part | Missing:
 def pair_with_full(one: Ablation, measure: Measure, slug: str) -> Difference | None:
     """The row minus its full one over the same users; None where their queries are unknown or differ."""
     candidates, subset, metric = measure
-    runs = {name: _of(row, one.seeds) for name, row in (("row", one.row), ("full", one.full))}
-    tables, users = per_user(runs, candidates, subset)
+    tables, users = per_user(common_runs({"row": one.row, "full": one.full}, one.seeds), candidates, subset)
     a, b = tables.get(("row", metric)), tables.get(("full", metric))
     if a is None or b is None or not len(users) or (a.counts != b.counts).any():
         return None
@@ -64,24 +63,26 @@ def pair_with_full(one: Ablation, measure: Measure, slug: str) -> Difference | N
 
 
 def _full_line(full: Row, section: Section) -> Line:
-    cells = [
-        cell
-        for measure in MEASURES
-        for cell in (_mean_cell([mean_over_slices(r, measure) for r in full.runs]), Cell(""))
-    ]
-    forgotten = [continual(run, section.n_candidates)["AF"] for run in full.runs]
-    return Line(full.label, (*cells, _mean_cell(forgotten), Cell("")), marked=True)
+    return Line(full.label, _beside(full, section, [Cell("")] * (1 + len(MEASURES))), marked=True)
 
 
 def _line(one: Ablation, gaps: Sequence[Difference | None], section: Section) -> Line:
-    runs, full = _of(one.row, one.seeds), _of(one.full, one.seeds)
-    cells: list[Cell] = []
-    for measure, gap in zip(MEASURES, gaps, strict=True):
-        cells += [_mean_cell([mean_over_slices(run, measure) for run in one.row.runs]), _gap_cell(gap)]
-    forgotten, before = ([continual(run, section.n_candidates)["AF"] for run in own] for own in (runs, full))
-    change = float(np.mean(forgotten) - np.mean(before))
-    all_forgotten = [continual(run, section.n_candidates)["AF"] for run in one.row.runs]
-    return Line(one.row.label, (*cells, _mean_cell(all_forgotten), Cell(number(change, 4), value=change)))
+    common = common_runs({"row": one.row, "full": one.full}, one.seeds)
+    forgotten, before = (np.mean(_forgotten(common[name], section)) for name in ("row", "full"))
+    change = float(forgotten - before)
+    found = [*map(_gap_cell, gaps), Cell(number(change, 4), value=change)]
+    return Line(one.row.label, _beside(one.row, section, found))
+
+
+def _beside(row: Row, section: Section, gaps: Sequence[Cell]) -> tuple[Cell, ...]:
+    """The row's means of every measure and of AF, each with a cell beside it."""
+    values = [[mean_over_slices(run, measure) for run in row.runs] for measure in MEASURES]
+    means = map(_mean_cell, [*values, _forgotten(row.runs, section)])
+    return tuple(cell for pair in zip(means, gaps, strict=True) for cell in pair)
+
+
+def _forgotten(runs: Sequence[Run], section: Section) -> list[float]:
+    return [continual(run, section.n_candidates)["AF"] for run in runs]
 
 
 def _mean_cell(values: Sequence[float]) -> Cell:
@@ -94,7 +95,3 @@ def _gap_cell(gap: Difference | None) -> Cell:
         return Cell("–")
     apart = (gap.low > 0 or gap.high < 0) and round(gap.mean, 3) != 0
     return Cell(number(gap.mean), "", interval(gap.low, gap.high), gap.mean, best=apart)
-
-
-def _of(row: Row, seeds: Sequence[int]) -> tuple[Run, ...]:
-    return tuple(run for run in row.runs if run.seed in seeds)

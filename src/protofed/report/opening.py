@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from protofed.methods.names import FLAGSHIP
+from protofed.methods.names import FLAGSHIP, OURS
 from protofed.report.layout import (
     Cell,
     Column,
@@ -26,13 +26,13 @@ MOST_ROWS = 5
 MEASURES = (MAIN, ("sampled", "all", "hr@10"), ("sampled", "novel", "ndcg@10"), ("full", "novel", "ndcg@10"))
 WORDS = dict(zip(MEASURES, ("NDCG@10", "HR@10", "novel events", "novel events in the full ranking"), strict=True))
 SHARED = "what leaves a device after the base block, and ε of the whole ledger against who sees it; without ε: no claim"
+SPOKEN = {OURS: "ProtoFed-SP", FLAGSHIP: "ProtoFed"}
 DIAL = Column("shares", "", SHARED, ranked=False, text=True)
 
 
-def our_name(results: Sequence[Results]) -> str:
-    """What our rows are called together."""
-    methods = {row.method for found in results for row in found.section.rows}
-    return "ProtoFed" if FLAGSHIP in methods else "ProtoFed-SP"
+def our_method(results: Sequence[Results]) -> str:
+    """The method that the page is about: ProtoFed where it has rows, else ProtoFed-SP."""
+    return FLAGSHIP if any(row.method == FLAGSHIP for found in results for row in found.section.rows) else OURS
 
 
 def sentences(found: Results) -> tuple[str, str, str]:
@@ -43,10 +43,11 @@ def sentences(found: Results) -> tuple[str, str, str]:
 
 def across(results: Sequence[Results]) -> str:
     """Of several data sets, one sentence: on which of them ours wins, of all rows and of those with privacy."""
-    leads = [found.section.title for found in results if any(row.is_ours for row in rank_rows(found)[:1])]
-    private = [found.section.title for found in results if any(row.is_ours for row in _private_rows(found)[:1])]
+    ours = our_method(results)
+    leads = [found.section.title for found in results if any(row.method == ours for row in rank_rows(found)[:1])]
+    private = [found.section.title for found in results if any(row.method == ours for row in _private_rows(found)[:1])]
     first, among = _of(leads, results), _of(private, results)
-    return f"{our_name(results)} is first of all rows on {first}, and first of the private rows on {among}."
+    return f"{SPOKEN[ours]} is first of all rows on {first}, and first of the private rows on {among}."
 
 
 def digest(found: Results) -> Table:
@@ -182,9 +183,10 @@ def _significant(found: Results) -> str:
 
 def _loss(found: Results) -> str:
     """Every measure that another row leads: our best row's number, the leader's and its name."""
-    ours = [row for row in rank_rows(found) if row.is_ours]
+    method = our_method([found])
+    ours, name = [row for row in rank_rows(found) if row.method == method], SPOKEN[method]
     if not ours:
-        return f"There is no {our_name([found])} row."
+        return f"There is no {name} row."
     own = found.estimates[ours[0].label]
     lost = []
     for measure in MEASURES:
@@ -196,8 +198,8 @@ def _loss(found: Results) -> str:
         if top > _last(own[key].mean):
             lost.append(f"{WORDS[measure]} {number(own[key].mean)} against {number(top)} ({label})")
     if not lost:
-        return f"Where {our_name([found])} loses: nowhere; its best row, {ours[0].label}, leads every column."
-    return f"Where {our_name([found])} loses ({ours[0].label}): {', '.join(lost)}."
+        return f"Where {name} loses: nowhere; its best row, {ours[0].label}, leads every column."
+    return f"Where {name} loses ({ours[0].label}): {', '.join(lost)}."
 
 
 def _of(titles: Sequence[str], results: Sequence[Results]) -> str:
@@ -212,8 +214,8 @@ def _last(value: float) -> float:
 
 def _column(measure: tuple[str, str, str], group: str = "") -> Column:
     candidates, subset, metric = measure
-    words = NAMES[metric] if measure in MEASURES[:2] else f"{NAMES[metric]} {candidates}, {subset}"
-    return Column(words, group, f"mean of A[t, t], {candidates} candidates, {subset} events")
+    words = NAMES[metric] if measure in MEASURES[:2] else f"{subset}, {candidates}"
+    return Column(words, group, f"{NAMES[metric]}, mean of A[t, t], {candidates} candidates, {subset} events")
 
 
 def _estimate(found: Results, label: str, key: str) -> Estimate:

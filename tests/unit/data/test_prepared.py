@@ -126,6 +126,30 @@ def test_a_damaged_parquet_file_is_refused_in_one_line(tmp_path):
     assert "\n" not in str(caught.value)
 
 
+def test_no_flipped_bit_of_a_prepared_log_makes_another_log(tmp_path):
+    rng = np.random.default_rng(0)
+    codes = (rng.integers(0, n, 400) for n in (20, 30))
+    names = ([f"{kind}{n}" for n in range(size)] for kind, size in (("u", 20), ("i", 30)))
+    log = from_codes("toy", *codes, np.sort(rng.integers(0, 10**9, 400)), *(pa.array(ids) for ids in names))
+    save_log(log, tmp_path, "toy", source={})
+    file = tmp_path / "toy" / "interactions.parquet"
+    kept, whole, refused = load_log("toy", tmp_path), file.read_bytes(), 0
+    for seed in range(200):
+        draws = np.random.default_rng(seed)
+        damaged = bytearray(whole)
+        damaged[draws.integers(len(whole))] ^= 1 << int(draws.integers(8))
+        file.write_bytes(damaged)
+        try:
+            read = load_log("toy", tmp_path)
+        except DataError:
+            refused += 1
+            continue
+        for name in ("users", "items", "times"):
+            assert torch.equal(getattr(read, name), getattr(kept, name)), seed
+        assert (read.user_ids, read.item_ids) == (kept.user_ids, kept.item_ids), seed
+    assert refused > 100
+
+
 def test_an_unknown_log_suggests_the_nearest_name(tmp_path):
     write(tmp_path, "gowalla_1k", user=[1], item=[1], timestamp=[3])
     with pytest.raises(DatasetNotFound, match="did you mean 'gowalla_1k'"):

@@ -1,6 +1,7 @@
 """A model from its folder: the answers of the run it came from, in original ids, and one line where it is damaged."""
 
 import copy
+import random
 import shutil
 from dataclasses import replace
 from functools import cache
@@ -33,6 +34,7 @@ from protofed.files import load_tensors, save_tensors
 from protofed.inference import device as single
 from protofed.inference.answer import make_ready, score_next
 from protofed.inference.folder import DEVICES, ITEMS, MODEL
+from protofed.inference.folder import _items as read_items
 from protofed.inference.head import FittedHead, Head, with_head
 from protofed.inference.online import online_inference
 from protofed.methods.catalogue import method_named
@@ -365,6 +367,22 @@ def test_a_folder_that_holds_no_whole_model_is_one_line_with_a_way_out(tmp_path,
     line = damaged(tmp_path, change)
     assert told in line
     assert "protofed run" in line
+
+
+def test_no_flipped_bit_of_an_item_table_names_another_item(tmp_path):
+    protofed.save(model(), tmp_path / "copy", devices=False)
+    file = tmp_path / "copy" / ITEMS
+    whole, names, refused = file.read_bytes(), model().catalogue.table["item"], 0
+    for seed in range(200):
+        draws = random.Random(seed)
+        damaged = bytearray(whole)
+        damaged[draws.randrange(len(whole))] ^= 1 << draws.randrange(8)
+        file.write_bytes(damaged)
+        try:
+            assert read_items(file, len(names))["item"].equals(names), seed
+        except RunFolderError:
+            refused += 1
+    assert refused > 100
 
 
 def test_the_card_says_what_it_is_what_leaves_a_device_and_where_it_ends():
