@@ -41,7 +41,7 @@ def places(tmp_path):
 def test_an_out_that_cannot_be_is_one_line(places, command, where):
     if command == "pack":
         (places / "runs").mkdir()
-        (places / "runs" / "config.toml").write_text('dataset = "synthetic"\n')
+        (places / "runs" / "config.toml").write_text('dataset = "synthetic"\nmethod = "popularity"\n')
         (places / "runs" / "metrics.parquet").write_bytes(b"")
         line = refused("pack", "runs", where, cwd=places)
     else:

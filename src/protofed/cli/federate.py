@@ -17,7 +17,6 @@ from protofed.cli.progress import LOADING, shown
 from protofed.cli.run import CACHE, check_dial, load, print_summary, settle, surroundings
 from protofed.config import RunConfig
 from protofed.errors import ConfigError, check_installed
-from protofed.files import make_folder
 from protofed.methods.names import FLAGSHIP, OURS
 
 if TYPE_CHECKING:
@@ -112,6 +111,7 @@ def prepare_folders(config: RunConfig, root: Path, out: Path, hosts: int, cache:
     """The folders of a server and its hosts, from the base block of a log; their draws are the operating system's."""
     from protofed.deployment.flower.engines import Federated, deal_world
     from protofed.deployment.flower.processes import write_app
+    from protofed.files import make_folder
     from protofed.methods.catalogue import configured
     from protofed.methods.headed import Headed, under_head, without_head
 
