@@ -12,6 +12,7 @@ from test_command_line import FAST, protofed, refused
 
 from protofed import files
 from protofed.backbone import pretrain
+from protofed.config import RunConfig, to_toml
 
 POPULARITY = ["--dataset", "synthetic", "--method", "popularity", *FAST]
 LEARNING = ["run", "--dataset", "synthetic", "--method", "finetune-last", "--cache", "cache", *FAST]
@@ -41,7 +42,7 @@ def places(tmp_path):
 def test_an_out_that_cannot_be_is_one_line(places, command, where):
     if command == "pack":
         (places / "runs").mkdir()
-        (places / "runs" / "config.toml").write_text('dataset = "synthetic"\nmethod = "popularity"\n')
+        (places / "runs" / "config.toml").write_text(to_toml(RunConfig()))
         (places / "runs" / "metrics.parquet").write_bytes(b"")
         line = refused("pack", "runs", where, cwd=places)
     else:
