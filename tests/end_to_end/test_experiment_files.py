@@ -82,7 +82,7 @@ def test_all_files_but_contents_can_share_a_folder_and_mean_the_same_run_and_no_
 def test_the_overall_table_has_every_method_on_every_log_and_protofed_sp_without_noise():
     found = named("overall")
     logs = {cell.config.dataset for cell in found}
-    assert {(c.config.dataset, c.config.method) for c in found} == set(product(logs, METHODS))
+    assert {(c.config.dataset, c.config.method) for c in found} == set(product(logs, METHODS.keys() - {"protofed"}))
     assert {(c.config.dataset, c.config.stream.n_slices) for c in found} == {(x, 1 if x == "hm" else 8) for x in logs}
     assert {cell.config.protofed.mode for cell in found if cell.config.method == "protofed-sp"} == {"reference", "nodp"}
     assert {cell.config.preset for cell in found} == {"small"}

@@ -287,6 +287,19 @@ def test_the_table_at_a_glance_has_every_row_of_every_log_by_mean_place():
     )
 
 
+def test_the_first_table_of_the_readme_holds_committed_means():
+    with (ROOT / "results" / "overall.csv").open(encoding="utf-8", newline="") as file:
+        means = {
+            (line["method"], line["candidates"], line["subset"]): float(line["mean"])
+            for line in csv.DictReader(file)
+            if (line["dataset"], line["table"], line["quantity"]) == ("gowalla_1k", "accuracy", "ndcg@10")
+        }
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").partition("| gowalla_1k |")[2].splitlines()[2:7]
+    columns = (("sampled", "all"), ("full", "all"), ("full", "novel"))
+    for name, _, *cells in (line.strip("| ").split(" | ") for line in lines):
+        assert cells == [f"{means[name, *column]:.3f}".lstrip("0") for column in columns]
+
+
 def test_the_table_of_widths_pairs_the_rows_of_both_and_their_mean_places_among_themselves():
     table = [row.strip("| ").split(" | ") for row in table_of(PAPER_SIZE, "d = 64 → 256")]
     both = [
