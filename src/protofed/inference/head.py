@@ -110,12 +110,11 @@ def add_parts(
     near: Cells,
     y: Float[Tensor, "A I 3"],
     ages: Int[Tensor, " B"],
-    plain: Float[Tensor, "A I"] | None = None,
 ) -> Float[Tensor, "B I"]:
-    """The final scores: of query b with the counts y[ages[b]]; `plain`: what r makes of them alone, where known."""
+    """The final scores: of query b with the counts y[ages[b]]."""
     whole = head.log_beta.exp() * scores
     if head.items is not None:
-        plain = counts_alone(head.items, y) if plain is None else plain
+        plain = counts_alone(head.items, y)
         age = ages[near.which]
         together = head.items(torch.cat([y[age, near.items], near.x], dim=1)) - plain[age, near.items]
         whole = whole + (plain if len(plain) == 1 else plain[ages])
@@ -142,38 +141,12 @@ class FittedHead:
     counts: ItemCounts
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
-    """What counts say of every item, whoever asks: made once, read at every question."""
-
-    y: Float[Tensor, "1 I 3"]
-    plain: Float[Tensor, "1 I"] | None
-
-
 @torch.no_grad()
-def standing_of(fitted: FittedHead, n_items: int) -> Standing:
-    """The numbers of so many items, and what r makes of them."""
-    y = popularity_numbers(fitted.counts, n_items)[None]
-    return Standing(y, None if fitted.head.items is None else counts_alone(fitted.head.items, y))
-
-
-@torch.no_grad()
-def with_head(
-    fitted: FittedHead,
-    scores: Float[Tensor, "B I"],
-    queries: Queries,
-    own: Cells | None = None,
-    standing: Standing | None = None,
-) -> Float[Tensor, "B I"]:
-    """The final scores of queries whose inner scores are given.
-
-    `own` is what is known of their pasts already, and `standing` of the items.
-    """
+def with_head(fitted: FittedHead, scores: Float[Tensor, "B I"], queries: Queries) -> Float[Tensor, "B I"]:
+    """The final scores of queries whose inner scores are given."""
     head, counts, n_items = fitted.head, fitted.counts, scores.shape[1]
     if not head.worn:
         return scores
-    own = own_cells(queries, n_items) if own is None else own
-    standing = standing_of(fitted, n_items) if standing is None else standing
+    own, near = own_cells(queries, n_items), item_cells(queries, counts, n_items)
     ages = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
-    near = item_cells(queries, counts, n_items)
-    return add_parts(head, scores, own, near, standing.y, ages, standing.plain)
+    return add_parts(head, scores, own, near, popularity_numbers(counts, n_items)[None], ages)

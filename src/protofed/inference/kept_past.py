@@ -6,6 +6,7 @@ newest 1,200 instants. What was met longest ago goes first. Until something had 
 """
 
 import copy
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from protofed.inference.head import Cells
-from protofed.inference.own_past import DAY, FOLLOW_HALF_LIFE, HALF_LIVES, HOUR_WIDTH, WEEK_WIDTH, near
+from protofed.inference.own_past import DAY, FOLLOW_HALF_LIFE, HALF_LIVES, HOUR_WIDTH, NUMBERS, WEEK_WIDTH, near
 
 ITEMS, TRANSITIONS, INSTANTS = 512, 64, 1_200
 EMPTY = -1
@@ -113,40 +114,29 @@ def _follow(past: KeptPast, source: int, target: int, time: int) -> None:
 def kept_cells(past: KeptPast, now: int, n_items: int) -> Cells:
     """The numbers of NUMBERS about each kept item, as of `now`, for a single question."""
     places = np.flatnonzero((past.items != EMPTY) & (past.items < n_items))
-    places = places[np.argsort(past.items[places])]
-    count, n = past.counts[places].astype(np.float64), float(past.n_events)
+    places = places[past.items[places].argsort()]
+    items, count, n = past.items[places], past.counts[places], max(float(past.n_events), 1.0)
     age = np.maximum(now - past.last[places], 0) / DAY
-    sums = past.sums[places] * 0.5 ** (age[:, None] / _LIVES)
     since = past.n_events - 1 - past.newest[places]
-    often, lately = np.zeros(len(places)), np.zeros(len(places))
-    follows = np.flatnonzero((past.sources == past.ends_with) & np.isin(past.targets, past.items[places]))
-    target = np.searchsorted(past.items[places], past.targets[follows])
-    often[target] = past.followed[follows]
-    old = np.maximum(now - past.followed_last[follows], 0) / DAY
-    lately[target] = past.followed_sum[follows] * 0.5 ** (old / FOLLOW_HALF_LIFE)
+    x = np.zeros((len(places), len(NUMBERS)), dtype=np.float32)
+    x[:, 0] = np.log1p(count, dtype=np.float64)
+    x[:, 1:5] = np.log1p(10 * past.sums[places] * 0.5 ** (age[:, None] / _LIVES))
+    x[:, 5] = np.log1p(since, dtype=np.float64)
+    x[:, 6] = since == 0
+    for at in np.flatnonzero(past.sources == past.ends_with) if len(items) else ():
+        target = int(items.searchsorted(past.targets[at]))
+        if target < len(items) and items[target] == past.targets[at]:
+            old = max(now - int(past.followed_last[at]), 0) / DAY
+            x[target, 7] = math.log1p(past.followed[at])
+            x[target, 8] = math.log1p(past.followed_sum[at] * 0.5 ** (old / FOLLOW_HALF_LIFE))
     real = past.owners != EMPTY
-    hours = torch.from_numpy(24 * np.maximum(now - past.instants[real], 0) / DAY)
-    rhythm = [
-        np.bincount(past.owners[real], near(hours, period, width).numpy(), minlength=ITEMS)[places]
-        for period, width in ((24.0, HOUR_WIDTH), (168.0, WEEK_WIDTH))
-    ]
-    log_age = np.log1p(age)
-    columns = (
-        np.log1p(count),
-        *np.log1p(10 * sums).T,
-        np.log1p(since),
-        since == 0,
-        np.log1p(often),
-        np.log1p(lately),
-        *np.log1p(rhythm),
-        count / max(n, 1.0),
-        np.full(len(places), np.log1p(n)),
-        np.full(len(places), 1 - past.n_distinct / max(n, 1.0)),
-        log_age,
-        log_age**2 / 10,
-        count == 1,
-        np.ones(len(places)),
-    )
-    x = torch.from_numpy(np.stack([np.asarray(column, dtype=np.float32) for column in columns], axis=1))
+    owners, hours = past.owners[real], torch.from_numpy(24 * np.maximum(now - past.instants[real], 0) / DAY)
+    for column, period, width in ((9, 24.0, HOUR_WIDTH), (10, 168.0, WEEK_WIDTH)):
+        x[:, column] = np.log1p(np.bincount(owners, near(hours, period, width).numpy(), minlength=ITEMS)[places])
+    x[:, 11] = count / n
+    x[:, 12], x[:, 13] = math.log1p(past.n_events), 1 - past.n_distinct / n
+    x[:, 14] = log_age = np.log1p(age)
+    x[:, 15] = log_age**2 / 10
+    x[:, 16], x[:, 17] = count == 1, 1.0
     which = torch.zeros(len(places), dtype=torch.int64)
-    return Cells(which, torch.from_numpy(past.items[places].astype(np.int64)), x)
+    return Cells(which, torch.from_numpy(items.astype(np.int64)), torch.from_numpy(x))

@@ -20,8 +20,10 @@ from protofed.client.upload import Upload, make_upload
 from protofed.errors import DataError
 from protofed.inference import device as single
 from protofed.inference.answer import Ready, make_ready, score_next
-from protofed.inference.head import FittedHead, Standing, standing_of, with_head
-from protofed.inference.kept_past import KeptPast, after_event, keep_past, kept_cells
+from protofed.inference.head import FittedHead, with_head
+from protofed.inference.head_alone import FlatHead, add_head, lay_out_head
+from protofed.inference.item_side import SPAN
+from protofed.inference.kept_past import KeptPast, after_event, keep_past
 from protofed.inference.online import online_inference
 from protofed.privacy.draws import Draws, SystemDraws
 from protofed.privacy.ledger import Ledger, Trust
@@ -61,13 +63,21 @@ class Catalogue:
             )
         return [number for _, number in found if number is not None]
 
+    @cached_property
+    def _items(self) -> pa.ChunkedArray:
+        return self.table["item"]
+
+    @cached_property
+    def _titles(self) -> pa.ChunkedArray | None:
+        return self.table["title"] if "title" in self.table.column_names else None
+
     def item(self, number: int) -> object:
         """The original id of an item."""
-        return self.table["item"][number].as_py()
+        return self._items[number].as_py()
 
     def title(self, number: int) -> str | None:
         """What people call the item, where that is known."""
-        return self.table["title"][number].as_py() if "title" in self.table.column_names else None
+        return None if self._titles is None else self._titles[number].as_py()
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,19 +193,21 @@ class Recommender:
             scores = score_next(self._ready, state)
         else:
             scores = online_inference(self.model, state, single.as_query(self.model, state))[0]
-        if self.head is None:
+        if self.head is None or not self.head.head.worn:
             return scores
-        query = single.as_query(self.model, state, time)
-        own = kept_cells(past, int(query.times[0]), len(scores)) if past is not None else None
-        return with_head(self.head, scores[None], query, own, self._standing)[0]
+        if past is None and self.head.head.own is not None:
+            return with_head(self.head, scores[None], single.as_query(self.model, state, time))[0]
+        newest, memory = state.memory.items[-SPAN:].tolist(), state.memory.times[-1:].tolist()
+        return add_head(self._flat_head, scores, past, newest, time if time is not None else max(memory, default=0))
 
     @cached_property
     def _ready(self) -> Ready | None:
         return make_ready(self.model)
 
     @cached_property
-    def _standing(self) -> Standing | None:
-        return standing_of(self.head, self.model.n_items) if self.head is not None else None
+    def _flat_head(self) -> FlatHead:
+        assert self.head is not None
+        return lay_out_head(self.head, self.model.n_items)
 
     def _events(self, items: list[object], times: Sequence[int] | None, known: list[bool]) -> Memory:
         """A history as a device remembers it; without times one event a second, ending now."""

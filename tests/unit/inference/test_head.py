@@ -21,7 +21,7 @@ from protofed.inference.fit_head import (
     pays,
     take,
 )
-from protofed.inference.head import FittedHead, Head, Part, standing_of, with_head
+from protofed.inference.head import FittedHead, Head, Part, with_head
 from protofed.inference.item_side import Covisits, ItemCounts, covisit_numbers, popularity_numbers
 from protofed.inference.own_past import NUMBERS, own_past
 from protofed.slices.histories import Queries
@@ -136,8 +136,6 @@ def test_the_final_scores_are_those_of_a_slow_loop():
     assert torch.allclose(found, final_scores(head, examples), atol=1e-6)
     assert isinstance(head.own, Part)
     assert isinstance(head.items, Part)
-    kept = with_head(FittedHead(head, counts), examples.scores, queries, None, standing_of(FittedHead(head, counts), N))
-    assert torch.equal(kept, found)
     y = popularity_numbers(counts, N)
     own = {(int(q), int(i)): x for q, i, x in zip(*own_past(queries), strict=True)}
     near = {(int(q), int(i)): z for q, i, z in zip(*covisit_numbers(counts, queries), strict=True)}
