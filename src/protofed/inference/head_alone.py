@@ -98,7 +98,8 @@ def met_together(flat: FlatHead, newest: Sequence[int]) -> tuple[Tensor, Float[T
     spans = [(slice(flat.offsets[item], flat.offsets[item + 1]), share) for item, share in recent]
     met = np.concatenate([flat.neighbours[:0], *(flat.neighbours[span] for span, _ in spans)])
     weights = np.concatenate([flat.weights[:0], *(flat.weights[span] * share for span, share in spans)])
-    items, where = np.unique(met, return_inverse=True)
-    summed = np.bincount(where, weights, minlength=len(items))
+    asked = met < len(flat.y)
+    items, where = np.unique(met[asked], return_inverse=True)
+    summed = np.bincount(where, weights[asked], minlength=len(items))
     z = np.log1p([summed, summed / flat.root[items]]).T.astype(np.float32)
     return torch.from_numpy(items), torch.from_numpy(z)

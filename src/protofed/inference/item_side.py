@@ -101,9 +101,10 @@ def covisit_numbers(
     which = torch.repeat_interleave(query, sizes)
     place = torch.arange(len(which), device=at) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
     place = place + torch.repeat_interleave(first, sizes)
-    cells, cell = torch.unique(which * queries.n_items + near.items[place], return_inverse=True)
     weights = near.weights[place].double() * torch.repeat_interleave(fresh, sizes)
-    summed = torch.zeros(len(cells), dtype=torch.float64, device=at).index_add(0, cell, weights)
+    asked = near.items[place] < queries.n_items  # counts may know later items than a question about an earlier slice
+    cells, cell = torch.unique((which * queries.n_items + near.items[place])[asked], return_inverse=True)
+    summed = torch.zeros(len(cells), dtype=torch.float64, device=at).index_add(0, cell, weights[asked])
     which, items = cells // queries.n_items, cells % queries.n_items
     z = torch.stack([summed, summed / (1 + counts.total[items].clamp(min=0).double()).sqrt()], dim=1)
     return which, items, z.log1p().float()
