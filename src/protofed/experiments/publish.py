@@ -73,7 +73,7 @@ def published(method: Method[Any], world: World, state: Any, n_items: int) -> Pu
     if scoring.popularity_prior or scoring.personal_memory:
         return None
     if isinstance(method, Headed):
-        made = published(method.inner, world, state.inner, n_items)
+        made = published(method.inner, method.inside(world, state), state.inner, n_items)
         return made and replace(made, head=state.fitted if state.fitted.head.worn else None)
     if isinstance(method, Recommending):
         made = method.publish(world, state, n_items)

@@ -141,6 +141,11 @@ def has_modes(method: str) -> bool:
     return method in METHODS and bool(METHODS[method].modes)
 
 
+def has_dial(method: str) -> bool:
+    """Whether --share says what leaves the devices of this method."""
+    return has_modes(method) and "nothing" in METHODS[method].modes
+
+
 def private_by_itself(method: str, mode: str) -> bool:
     """Whether the method's own mechanism keeps the claim in this protofed.mode."""
     return has_modes(method) and METHODS[method].private_mode == mode

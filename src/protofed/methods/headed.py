@@ -22,12 +22,12 @@ from protofed.config import PrivacyConfig, RunConfig, ablations_of
 from protofed.federation.plan import Stream, ledger, plan_releases
 from protofed.federation.popularity import base_votes, rehearse_popularity, release_popularity
 from protofed.inference.fit_head import Examples, examples_of, fit_head, gain_of, join, slim
-from protofed.inference.head import FittedHead, with_head
+from protofed.inference.head import FittedHead, Head, with_head
 from protofed.inference.item_side import ItemCounts, count_items
 from protofed.inference.own_past import NUMBERS, QUERY_TIME
-from protofed.methods.catalogue import private_by_itself, shares_nothing
+from protofed.methods.catalogue import has_dial, private_by_itself, shares_nothing
 from protofed.methods.frozen import Frozen
-from protofed.methods.protocol import Diagnostics, Method, Releasing, World
+from protofed.methods.protocol import Diagnostics, Method, Rehearsing, Releasing, World
 from protofed.privacy.draws import SeededDraws
 from protofed.privacy.ledger import Ledger
 from protofed.privacy.mechanism import seeded_noise
@@ -40,6 +40,7 @@ AT_ONCE = 256
 PARTS = 8  # the base block is as long as eight slices
 AGES = (0, 2, 4, 6)  # parts: how old the base block's counts are in later slices
 SHARE = 0.6  # of ε, for popularity; new items' rows beside it get as much
+BARE = Frozen(new_rows=False)  # what devices are measured by: the backbone as it is
 Counts = Literal["fresh", "base", "released"]
 
 
@@ -53,6 +54,7 @@ class HeadedState:
     counts_until: int
     noise: float = 0.0  # of each release of popularity; 0: it is not released
     slice_index: int = 0
+    alone: bool = False  # the rehearsal found devices worth less than the backbone alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class Headed:
     own: bool = True
     items: bool = True
     query_time: bool = True
+    rehearse: bool = False  # whether devices have to pay beside the backbone alone
 
     @property
     def unread(self) -> tuple[int, ...]:
@@ -75,17 +78,35 @@ class Headed:
         noise = popularity.noise_multiplier if popularity else 0.0
         inner = self.inner.start(replace(world, beside=(popularity,) if popularity else ()))
         world.progress("head", 0, None)
-        asked = later_half(world.base)
-        examples = examples_at(self.inner, world, inner, (0,) if self.counts == "fresh" else AGES, noise, self.counts)
-        head = fit_head(examples, world.config.seed, own=self.own, items=self.items, unread=self.unread)
-        counts = counts_at(world, self.counts, 0)
+        examples, head = self.fit(world, self.inner, inner, noise)
+        alone = False
+        if self.rehearse and isinstance(self.inner, Rehearsing):
+            bare = self.fit(world, BARE, BARE.start(world), noise)
+            if alone := not gain_of(examples, head, *bare, world.config.seed):
+                apart, inner = self.inner.alone(world, inner)
+                more = self.noise_alone(apart, inner, noise)
+                noise, head = more, bare[1] if more == noise else self.fit(world, BARE, BARE.start(world), more)[1]
+        asked, counts = later_half(world.base), counts_at(world, self.counts, 0)
         newest = int(asked[-1]) if len(asked) else -1
-        return HeadedState(inner, FittedHead(head, counts), newest, world.base.bounds[-1].train_end, noise)
+        until = world.base.bounds[-1].train_end
+        return HeadedState(inner, FittedHead(head, counts), newest, until, noise, alone=alone)
+
+    def fit(self, world: World, method: Method[Any], inner: Any, noise: float) -> tuple[Examples, Head]:
+        """The questions of the base block as this method answers them, and the head that fits it."""
+        ages = (0,) if self.counts == "fresh" else AGES
+        examples = examples_at(method, world, inner, ages, noise, self.counts)
+        return examples, fit_head(examples, world.config.seed, own=self.own, items=self.items, unread=self.unread)
+
+    def inside(self, world: World, state: HeadedState) -> World:
+        """The world as the method inside is to see it: without what the rehearsal left out."""
+        if state.alone and isinstance(self.inner, Rehearsing):
+            return self.inner.alone(world, state.inner)[0]
+        return world
 
     def learn(
         self, world: World, state: HeadedState, slice_: TimeSlice, descend: Descend
     ) -> tuple[HeadedState, Diagnostics]:
-        inner, told = self.inner.learn(world, state.inner, slice_, descend)
+        inner, told = self.inner.learn(self.inside(world, state), state.inner, slice_, descend)
         counts, until, heard = state.fitted.counts, state.counts_until, {}
         if self.counts == "fresh":
             start, until = slice_.bounds[-1].part("train")
@@ -97,10 +118,10 @@ class Headed:
             heard = {"popularity_clients": n, "popularity_noise": state.noise}
         fitted = FittedHead(state.fitted.head, counts)
         state = replace(state, inner=inner, fitted=fitted, counts_until=until, slice_index=slice_.index)
-        return state, {**told, **heard, **about_head(fitted)}
+        return state, {**told, **heard, **about_head(fitted), **({"alone": int(state.alone)} if self.rehearse else {})}
 
     def score(self, world: World, state: HeadedState, queries: Queries) -> Float[Tensor, "B I"]:
-        scores = self.inner.score(world, state.inner, queries)
+        scores = self.inner.score(self.inside(world, state), state.inner, queries)
         if not state.fitted.head.worn:
             return scores
         return with_head(state.fitted, scores.cpu(), moved(queries, "cpu")).to(scores.device)
@@ -111,26 +132,41 @@ class Headed:
 
     def releases(self, world: World, state: HeadedState, slices_ahead: int = 0) -> Ledger:
         """What the method inside releases, and popularity once a slice where that is released."""
-        inside = self.inner.releases(world, state.inner, slices_ahead) if isinstance(self.inner, Releasing) else ()
+        inside = inner_releases(self.inner, self.inside(world, state), state.inner, slices_ahead)
         made = state.slice_index + slices_ahead
         popularity = popularity_stream(world.config.privacy, made, state.noise)
         return (*inside, *(ledger((popularity,)) if state.noise and made else ()))
 
-    def plan_popularity(self, world: World) -> Stream | None:
-        """The stream of popularity with its noise, where a rehearsal on the base block says that it pays."""
+    def noise_alone(self, world: World, inner: Any, noise: float) -> float:
+        """The noise of popularity where devices upload nothing else: all that new items leave of the budget is its."""
+        if self.counts != "released" or not self.items or not world.config.privacy.target_epsilon:
+            return noise
+        beside = inner_releases(self.inner, world, inner, world.config.stream.n_slices)
+        planned = self.plan_popularity(world, beside)
+        return planned.noise_multiplier if planned else 0.0
+
+    def plan_popularity(self, world: World, beside: Ledger | None = None) -> Stream | None:
+        """The stream of popularity with its noise, where a rehearsal on the base block says that it pays.
+
+        With `beside`, which is all else that is released, it may have the rest of the budget.
+        """
         config = world.config
         asked = popularity_stream(config.privacy, config.stream.n_slices, config.privacy.newcomer_noise)
         if config.privacy.trust != "central" or "popularity" in ablations_of(config.protofed) or not asked.rounds:
             return None
-        (planned,) = plan_releases(config.privacy, (asked,))
-        backbone = Frozen(new_rows=False)
-        start = backbone.start(world)
-        pairs = [
-            (examples, fit_head(examples, config.seed, own=self.own, unread=self.unread))
-            for noise in (0.0, planned.noise_multiplier)
-            for examples in [examples_at(backbone, world, start, AGES, noise, "released")]
-        ]
-        return planned if gain_of(*pairs[1], *pairs[0], config.seed) else None
+        asked = asked if beside is None else replace(asked, share=None)
+        fixed = tuple(
+            Stream(one.stream, one.sampling_rate, one.count, one.noise_multiplier, SHARE) for one in beside or ()
+        )
+        planned = plan_releases(config.privacy, (asked, *fixed))[0]
+        start = BARE.start(world)
+        without, released = (self.fit(world, BARE, start, noise) for noise in (0.0, planned.noise_multiplier))
+        return planned if gain_of(*released, *without, config.seed) else None
+
+
+def inner_releases(method: Method[Any], world: World, state: Any, slices_ahead: int) -> Ledger:
+    """What the method inside has released and, ahead of it, will."""
+    return method.releases(world, state, slices_ahead) if isinstance(method, Releasing) else ()
 
 
 def popularity_stream(privacy: PrivacyConfig, rounds: int, noise: float) -> Stream:
@@ -205,7 +241,8 @@ def under_head(method: Method[Any], config: RunConfig) -> Method[Any]:
         return method
     out = ablations_of(config.protofed)
     own, items, query_time = (name not in out for name in ("own-past", "item-counts", "query-time"))
-    return Headed(method, counts_for(config), own, items, query_time)
+    rehearse = has_dial(config.method) and "rehearsal" not in out
+    return Headed(method, counts_for(config), own, items, query_time, rehearse)
 
 
 def counts_for(config: RunConfig) -> Counts:

@@ -61,6 +61,15 @@ class Method(Protocol[State]):
 
 
 @runtime_checkable
+class Rehearsing(Protocol):
+    """A method whose devices may be worth less than its backbone alone."""
+
+    def alone(self, world: World, state: Any) -> tuple[World, Any]:
+        """The world and the state in which the backbone answers alone, and devices say nothing of themselves."""
+        ...
+
+
+@runtime_checkable
 class Releasing(Protocol):
     """A method whose shared statistics are noised: it says beforehand what leaves the devices."""
 

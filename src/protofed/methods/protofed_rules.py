@@ -1,6 +1,7 @@
 """ProtoFed-SP's settings as rules: how clients learn, how the server aggregates, what is left out, what is refused."""
 
 from dataclasses import replace
+from itertools import compress
 
 from protofed.client.model import VARIANTS, LocalRule
 from protofed.config import RunConfig, ablations_of
@@ -15,7 +16,8 @@ PRINTED_PROTOTYPES = 128
 
 def local_rule(config: RunConfig) -> LocalRule:
     """How clients learn in this mode, less what is ablated."""
-    settings, out = config.protofed, ablations_of(config.protofed)
+    settings, out, allowed = config.protofed, ablations_of(config.protofed), may_use(config)
+    used = () if "personal" in out else compress(VARIANTS, allowed)
     rule = LocalRule(
         loss=config.training.loss,
         top_m=settings.top_m,
@@ -37,14 +39,14 @@ def local_rule(config: RunConfig) -> LocalRule:
         use_rows=not _without_rows(config),
         align="alignment" not in out,
         bf16=settings.bf16,
-        steps=settings.local_steps if "personal" not in out else 0,
+        steps=settings.local_steps if any(any(variant) for variant in used) else 0,
         negatives=config.training.negatives,
         stride=config.training.stride,
         prompt_history=settings.prompt_history,
         carry=settings.carry,
         session_gap_hours=settings.session_gap_hours,
         row_order=config.stream.row_order_history,
-        allowed=may_use(config),
+        allowed=allowed,
     )
     if settings.mode != "literal":
         return rule

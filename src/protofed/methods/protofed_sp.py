@@ -20,8 +20,9 @@ from protofed.backbone.training import Descend
 from protofed.client.codec import Codec, QueryEncoder
 from protofed.client.drift import Gate
 from protofed.client.model import Encoders, Model, receive
+from protofed.client.own_rows import no_rows
 from protofed.client.state import DeviceState, columns, resize, to_device
-from protofed.config import RunConfig
+from protofed.config import RunConfig, ablations_of
 from protofed.evaluation.efficiency import broadcast_bytes, module_bytes, tensor_bytes
 from protofed.federation.newcomers import Newcomers, nobody_new, rehearse_maps, release_introductions, worth_telling
 from protofed.federation.plan import Plan, ledger, plan_releases
@@ -150,6 +151,16 @@ class ProtoFedSP:
         config = as_run(world.config)
         rule = round_rule(config, state.library.n_prototypes, state.noise_multiplier, len(state.devices))
         return Published(model_of(world, state, n_items), state.devices, rule, state.rounds)
+
+    def alone(self, world: World, state: ProtoFedState) -> tuple[World, ProtoFedState]:
+        """The world and the state in which no device uses or uploads anything of its own: the backbone answers."""
+        settings = world.config.protofed
+        out = ",".join(sorted(ablations_of(settings) | {"prompts", "own-rows"}))
+        nobody, d = torch.zeros_like(state.devices.use_prompt), world.config.backbone.width
+        devices = replace(state.devices, rows=no_rows(d, device=state.devices.device))
+        devices = replace(devices, use_prompt=nobody, use_rows=nobody)
+        world = replace(world, config=replace(world.config, protofed=replace(settings, ablate=out)))
+        return world, replace(state, devices=devices)
 
     def releases(self, world: World, state: ProtoFedState, slices_ahead: int = 0) -> Ledger:
         """What has left the devices so far, and what the next slices will make leave; nothing where there is no noise.

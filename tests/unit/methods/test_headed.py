@@ -10,6 +10,7 @@ from worlds import LENGTH, another_future, every_value, questions, tiny_config, 
 
 from protofed.backbone.training import PlainDescent
 from protofed.errors import LeakError
+from protofed.experiments.publish import published
 from protofed.federation.popularity import base_votes
 from protofed.inference import fit_head
 from protofed.inference.head import with_head
@@ -168,7 +169,7 @@ def test_the_head_knows_nothing_after_the_base_block_and_survives_packing(settin
     _, queries = questions(1)
     back = restore(take_snapshot(state))
     assert torch.equal(method.score(world, back, queries), method.score(world, state, queries))
-    inner = method.inner.score(world, state.inner, queries)
+    inner = method.inner.score(method.inside(world, state), state.inner, queries)
     assert torch.equal(method.score(world, state, queries), with_head(state.fitted, inner, queries))
 
 
@@ -249,6 +250,69 @@ def test_all_releases_together_spend_the_budget_and_no_more(newcomers, monkeypat
     assert 3.3 < epsilon(ledger, 1e-5, trust="central") <= 3.4
 
 
+def rehearsed(monkeypatch: pytest.MonkeyPatch, *, devices: bool, popularity: bool = True) -> None:
+    """As if the rehearsals had said so; the popularity's is asked about heads whose counts know noise."""
+
+    def gain_of(examples, head, before, other, seed):
+        same_counts = torch.equal(examples.y, before.y)
+        return devices if same_counts else popularity
+
+    monkeypatch.setattr(headed, "gain_of", gain_of)
+
+
+@pytest.mark.parametrize("settings", [NOTHING, PRIVATE], ids=["nothing", "private"])
+def test_devices_that_do_not_pay_are_left_out_and_the_backbone_answers_under_its_own_head(settings, monkeypatch):
+    rehearsed(monkeypatch, devices=False, popularity=False)
+    world = world_of(protofed__newcomers="mean-row", **settings)
+    method = headed_in(world)
+    state = method.start(world)
+    assert state.alone
+    frozen = world_of(method="frozen-no-new-rows")
+    bare = headed_in(frozen)
+    expected = bare.start(frozen)
+    for index in (1, 2):
+        state, told = method.learn(world, state, tiny_stream().slice_(index), PlainDescent())
+        expected, _ = bare.learn(frozen, expected, tiny_stream().slice_(index), PlainDescent())
+        _, queries = questions(index)
+        assert torch.equal(method.score(world, state, queries), bare.score(frozen, expected, queries))
+    assert (told["alone"], told["rounds"], told["own_rows"], told["bytes_up"]) == (1, 0, 0, 0)
+    assert method.releases(world, state, 1) == ()
+    assert restore(take_snapshot(state)).alone
+    made = published(method, world, state, tiny_log().n_items)
+    assert made.model.rule.allowed == (True, False, False, False)
+    assert made.model.rule.steps == 0
+
+
+def test_by_one_flag_devices_answer_whatever_the_rehearsal_says(monkeypatch):
+    rehearsed(monkeypatch, devices=False, popularity=False)
+    world = world_of(protofed__ablate="rehearsal", **NOTHING)
+    method = headed_in(world)
+    state, told = method.learn(world, method.start(world), tiny_stream().slice_(1), PlainDescent())
+    assert not state.alone
+    assert told["own_rows"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("newcomers", ["noised", "mean-row"])
+def test_without_prototypes_popularity_has_the_rest_of_the_budget(newcomers, monkeypatch):
+    budget = {"privacy__target_epsilon": 3.4, "privacy__noise_multiplier": 0.0, "protofed__newcomers": newcomers}
+    noise = {}
+    for devices in (True, False):
+        rehearsed(monkeypatch, devices=devices)
+        world = world_of(method="protofed", protofed__mode="private", **budget)
+        method = headed_in(world)
+        state = method.start(world)
+        ledger = method.releases(world, state, world.config.stream.n_slices)
+        assert {one.stream for one in ledger} == {
+            "popularity",
+            *(["prototypes"] if devices else []),
+            *(["new items"] if newcomers == "noised" else []),
+        }
+        assert 3.3 < epsilon(ledger, 1e-5, trust="central") <= 3.4
+        noise[devices] = state.noise
+    assert noise[False] < noise[True]
+
+
 def test_nothing_is_released_where_nothing_may_be():
     world = world_of(**NOTHING)
     method = headed_in(world)
@@ -258,7 +322,11 @@ def test_nothing_is_released_where_nothing_may_be():
     assert "popularity_clients" not in told
 
 
-@pytest.mark.parametrize("settings", [{"method": "frozen-no-new-rows"}, NOTHING], ids=["frozen", "nothing"])
+@pytest.mark.parametrize(
+    "settings",
+    [{"method": "frozen-no-new-rows"}, NOTHING, NOTHING | {"protofed__ablate": "rehearsal"}],
+    ids=["frozen", "nothing", "nothing-rehearsed-or-not"],
+)
 def test_other_users_later_events_change_no_answer_where_nothing_is_shared(settings):
     """Later items of all other users are exchanged; times, users and every item's first position stay."""
     log, data = tiny_log(), tiny_stream()
