@@ -6,7 +6,8 @@ and what counts say, and is fitted once on the base block, among all items, at t
 (`methods/headed.py`). How it differs: `--share nothing` lets nothing leave a device after the base block: prototypes
 and counts stay as the base block left them, and items that came later are known by what the device itself met.
 `--share private` adds releases with noise out of one budget: prototypes as in ProtoFed-SP, rows of new items and
-popularity where a rehearsal on the base block, under the same noise, says that they pay.
+popularity where a rehearsal on the base block, under the same noise, says that they pay. Where it says that the bare
+backbone does better under a head than devices do, the backbone answers and nothing of prompts is uploaded.
 Privacy: ε = 0 for events after the base block at `nothing`, (ε, δ) at `private`; docs/privacy.md has the claim.
 """
 
