@@ -109,14 +109,12 @@ class Towered(SASRec):
         """Own row plus the tower's; in training some own rows are left out where content can stand in."""
         n = max(len(self.tower.described), self.n_rows)
         each, place = uncounted(items, n) if items.is_cuda else distinct(items, n)  # (m,), (*shape)
-        known, told, content = self.knows(each), self._told(each), self.tower(each)
-        own = torch.where(known[:, None], F.embedding(each.clamp(0, self.n_rows - 1), self.items), 0.0)
-        rows = torch.where((known | told)[:, None], content + own, self.mean_row)  # (m, d)
+        known, told, content = self.knows(each)[place], self._told(each)[place], self.tower(each)
         if self.training and self.id_dropout:
-            left_out = torch.rand(items.shape, device=items.device) < self.id_dropout
-            place = place + len(each) * (left_out & told[place])
-            rows = torch.cat([rows, content])
-        return F.embedding(place, rows)
+            known = known & ~(told & (torch.rand(items.shape, device=items.device) < self.id_dropout))
+        own = F.embedding(each.clamp(0, self.n_rows - 1), self.items)
+        rows, m = torch.cat([content + own, content, self.mean_row[None]]), len(each)  # (2 m + 1, d)
+        return F.embedding(torch.where(known, place, torch.where(told, place + m, 2 * m)), rows)
 
     def tells_apart(self, items: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
         return self.knows(items) | self._told(items)
