@@ -8,7 +8,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,8 +66,10 @@ def encoding(model: str, wanted: list[str], repeats: int) -> None:
           f"(limit {LIMIT_RATIO})")  # fmt: skip
 
 
-def warm_ups(dataset: str, root: Path, features: str, epochs: int, repeats: int, cache: Path) -> None:
-    config = settle({"dataset": dataset}, None, [f"content.features={features}", "content.kind=tower"])
+def warm_ups(
+    dataset: str, root: Path, features: str, epochs: int, repeats: int, cache: Path, settings: Sequence[str]
+) -> None:
+    config = settle({"dataset": dataset}, None, [f"content.features={features}", "content.kind=tower", *settings])
     config = replace(config, training=replace(config.training, base_epochs=epochs, patience=epochs))
     log = load(config, root)
     content = content_of(config.content, log, item_table(dataset, root), cache)
@@ -91,6 +93,7 @@ def main() -> None:
     parser.add_argument("--text", default="wordllama", help="the encoder; empty: none")
     parser.add_argument("--dataset", default="synthetic", help="whose warm-up; empty: none")
     parser.add_argument("--features", default="place,category")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the warm-up")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--root", type=Path, default=Path("data"))
@@ -101,7 +104,7 @@ def main() -> None:
         table = load_items(asked.items, asked.root) if asked.items else None
         encoding(asked.text, made_up(asked.texts) if table is None else texts(table), asked.repeats)
     if asked.dataset:
-        warm_ups(asked.dataset, asked.root, asked.features, asked.epochs, asked.repeats, asked.cache)
+        warm_ups(asked.dataset, asked.root, asked.features, asked.epochs, asked.repeats, asked.cache, asked.set)
 
 
 if __name__ == "__main__":

@@ -247,6 +247,10 @@ class SASRec(nn.Module):
         """The row each of items 0 .. n_items - 1 is scored with."""
         return self.embed(torch.arange(n_items, device=self.items.device))
 
+    def laid_out(self) -> "SASRec":
+        """A model that scores as this one does now, and whose rows only have to be looked up: this one itself."""
+        return self
+
     def input_norm(self, known: Int[Tensor, " R"] | None = None) -> Float[Tensor, ""]:
         """The typical length of an input token: what prompts are rescaled to; `known`: items with a row, if at hand."""
         lengths: Tensor = self.items.detach()[self.has_row if known is None else known].norm(dim=-1)

@@ -107,16 +107,23 @@ class Towered(SASRec):
 
     def embed(self, items: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape d"]:
         """Own row plus the tower's; in training some own rows are left out where content can stand in."""
-        known, told = self.knows(items), self._told(items)
-        alone = ~known
+        n = max(len(self.tower.described), self.n_rows)
+        each, place = uncounted(items, n) if items.is_cuda else distinct(items, n)  # (m,), (*shape)
+        known, told, content = self.knows(each)[place], self._told(each)[place], self.tower(each)
         if self.training and self.id_dropout:
-            alone = alone | (torch.rand(items.shape, device=items.device) < self.id_dropout)
-        own = F.embedding(items.clamp(0, self.n_rows - 1), self.items)
-        rows = self._from_content(items) + torch.where((alone & told)[..., None], 0.0, own)
-        return torch.where((known | told)[..., None], rows, self.mean_row)
+            known = known & ~(told & (torch.rand(items.shape, device=items.device) < self.id_dropout))
+        own = F.embedding(each.clamp(0, self.n_rows - 1), self.items)
+        rows, m = torch.cat([content + own, content, self.mean_row[None]]), len(each)  # (2 m + 1, d)
+        return F.embedding(torch.where(known, place, torch.where(told, place + m, 2 * m)), rows)
 
     def tells_apart(self, items: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
         return self.knows(items) | self._told(items)
+
+    @torch.no_grad()
+    def laid_out(self) -> SASRec:
+        """A plain backbone that scores as this one does now, with one table for all items that content tells of."""
+        every = torch.arange(max(len(self.tower.described), self.n_rows), device=self.items.device)
+        return at_rest(plain_of(self, self.embed(every), self.tells_apart(every)))
 
     @torch.no_grad()
     def refresh_mean_row(self) -> None:
@@ -132,29 +139,47 @@ class Towered(SASRec):
         """As it was after the last epoch: rows of all items at every batch would take long."""
         return self.typical_length
 
-    def _from_content(self, items: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape d"]:
-        """The tower's rows, those of all trained items at once where a batch asks for more than there are."""
-        if not self.training or items.numel() < self.n_rows:
-            return self.tower(items)  # type: ignore[no-any-return]
-        return F.embedding(items.clamp(0, self.n_rows - 1), self.tower(torch.arange(self.n_rows, device=items.device)))
-
     def _told(self, items: Int[Tensor, "*shape"]) -> Bool[Tensor, "*shape"]:
         described = self.tower.described
         return described[items.clamp(0, len(described) - 1)] & (items >= 0) & (items < len(described))
 
 
+def distinct(items: Int[Tensor, "*shape"], n: int) -> tuple[Int[Tensor, " m"], Int[Tensor, "*shape"]]:
+    """The items asked for, each once in ascending order, and where among them each stands.
+
+    Numbers below 0 count as one item, and so do those of `n` and beyond: neither are in any table.
+    """
+    number = items.clamp(-1, n) + 1
+    asked = torch.zeros(n + 2, dtype=torch.bool, device=items.device)
+    asked[number] = True
+    return asked.nonzero()[:, 0] - 1, (asked.cumsum(0) - 1)[number]
+
+
+def uncounted(items: Int[Tensor, "*shape"], n: int) -> tuple[Int[Tensor, " m"], Int[Tensor, "*shape"]]:
+    """The same, but all items where they are fewer than look-ups, else the look-ups themselves.
+
+    How many items are distinct would have to come from the GPU first, and a step that waits for it cannot be recorded.
+    """
+    if items.numel() < n:
+        return items.flatten(), torch.arange(items.numel(), device=items.device).view(items.shape)
+    return torch.arange(-1, n + 1, device=items.device), items.clamp(-1, n) + 1
+
+
 @torch.no_grad()
 def settled(model: Towered) -> SASRec:
     """The plain backbone that ranks as this one does."""
-    with seeded(0, "overwritten below"):
-        plain = SASRec(model.config, model.n_rows, Generator().manual_seed(0))
-    plain = plain.to(model.items.device)
-    weights = model.state_dict()
-    plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
-    described = model.tower.described
-    every = torch.arange(max(len(described), model.n_rows), device=model.items.device)
-    rows = model.tower(every)
-    plain.items.add_(rows[: model.n_rows])
+    described, n = model.tower.described, model.n_rows
+    rows = model.tower(torch.arange(max(len(described), n), device=model.items.device))
+    plain = plain_of(model, model.items + rows[:n], model.has_row)
     plain.register_module(CONTENT, ContentRows(rows[: len(described)].clone(), described.clone()))
     plain.refresh_mean_row()
     return at_rest(plain)
+
+
+def plain_of(model: Towered, items: Float[Tensor, "R d"], has_row: Bool[Tensor, " R"]) -> SASRec:
+    """A plain backbone with these rows of items, and all else as this one has it."""
+    with seeded(0, "overwritten below"):
+        plain = SASRec(model.config, len(items), Generator().manual_seed(0)).to(items.device)
+    weights = model.state_dict() | {"items": items, "has_row": has_row}
+    plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
+    return plain

@@ -56,9 +56,9 @@ def exam_of(slice_: TimeSlice, selection: str, length: int, device: torch.device
 @torch.no_grad()
 def grade_exam(model: SASRec, exam: Exam, last_hidden: LastHidden | None = None) -> Float[Tensor, " Q"]:
     """NDCG@10 of every query, in the exam's order; histories are read by `last_hidden`, by default the model's own."""
-    model.eval()
-    read = last_hidden or model.last_hidden
-    ranks = [_ranks(model, read(part.tokens), part, exam.n_items) for part in exam.parts]
+    asked = model.eval().laid_out()
+    read = last_hidden or asked.last_hidden
+    ranks = [_ranks(asked, read(part.tokens), part, exam.n_items) for part in exam.parts]
     return torch.cat([torch.zeros(0), *(ndcg(each, 10).cpu() for each in ranks)])
 
 

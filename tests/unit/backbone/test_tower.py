@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 from worlds import CPU, random_model, tiny_config, tiny_log, tiny_stream
 
 from protofed.backbone.pretrain import cached_warm_up, content_key, untrained_backbone, warm_up
-from protofed.backbone.tower import Tower, Towered, settled
+from protofed.backbone.tower import Tower, Towered, distinct, settled, uncounted
+from protofed.backbone.validation import validation_ndcg
 from protofed.config import RunConfig
 from protofed.features.content import Content, modality
 from protofed.seeds import stream
@@ -99,6 +100,92 @@ def test_in_training_own_rows_are_left_out_as_often_as_asked_and_only_where_cont
         torch.ones(KNOWN, dtype=torch.bool), 8, Generator().manual_seed(0)), 0.9)  # fmt: skip
     first = bare.train().embed(torch.zeros(50, 9, dtype=torch.int64))
     assert torch.equal(first, bare.items[0].expand(50, 9, -1))  # item 0 has no content: its own row always
+
+
+def one_by_one(model: Towered, items: Tensor) -> Tensor:
+    """Rows as `embed` makes them, each look-up on its own; draws the same numbers."""
+    left_out = torch.rand(items.shape) < model.id_dropout if model.training else torch.zeros(items.shape) > 0
+    rows = []
+    for item, without in zip(items.flatten().tolist(), left_out.flatten().tolist(), strict=True):
+        known, told = 0 <= item < KNOWN, 0 <= item < N and bool(model.tower.described[item])
+        row = model.tower(torch.tensor([item]))[0] if told else torch.zeros_like(model.mean_row)
+        if known and not (told and without):
+            row = row + model.items[item]
+        rows.append(row if known or told else model.mean_row)
+    return torch.stack(rows).view(*items.shape, 8)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("laid", [distinct, uncounted])
+@pytest.mark.parametrize("shape", [(5, 9), (2, 3)])
+def test_a_batch_has_the_rows_and_gradients_of_its_look_ups_one_by_one(training, laid, shape, monkeypatch):
+    monkeypatch.setattr("protofed.backbone.tower.distinct", laid)
+    items = torch.randint(-2, N + 2, shape, generator=Generator().manual_seed(4))
+    towards = torch.randn(*shape, 8, generator=Generator().manual_seed(5), dtype=torch.float64)
+    model, found = towered().double().train(training), []  # a place's phases are rounded visibly in 32 bits
+    for rows_of in (model.embed, lambda asked: one_by_one(model, asked)):
+        torch.manual_seed(0)
+        rows = rows_of(items)
+        weights = [model.items, *model.tower.parameters()]
+        found.append([rows, *torch.autograd.grad((rows * towards).sum(), weights)])
+    for fast, slow in zip(*found, strict=True):
+        torch.testing.assert_close(fast, slow, atol=1e-10, rtol=1e-10)
+
+
+def test_the_tower_is_asked_once_for_each_item_of_a_batch(monkeypatch):
+    model, asked = towered().train(), []
+    forward = model.tower.forward
+    monkeypatch.setattr(model.tower, "forward", lambda items: asked.append(items) or forward(items))
+    model.embed(torch.tensor([[5, 5, 0], [-1, 5, 11], [-2, N, N + 3]]))
+    assert [items.tolist() for items in asked] == [[-1, 0, 5, 11, N]]
+
+
+def test_distinct_items_are_in_order_and_found_again():
+    items = torch.randint(-3, 40, (7, 11), generator=Generator().manual_seed(0))
+    each, place = distinct(items, 30)
+    assert each.tolist() == sorted(set(items.clamp(-1, 30).flatten().tolist()))
+    assert torch.equal(each[place], items.clamp(-1, 30))
+    each, place = distinct(torch.zeros(0, 4, dtype=torch.int64), 30)
+    assert len(each) == 0
+    assert place.shape == (0, 4)
+
+
+@pytest.mark.parametrize(("n", "made"), [(30, 32), (300, 77)])
+def test_uncounted_items_are_the_fewer_of_all_and_the_look_ups(n, made):
+    items = torch.randint(-3, 40, (7, 11), generator=Generator().manual_seed(0))
+    each, place = uncounted(items, n)
+    assert len(each) == made
+    assert torch.equal(each[place].clamp(-1, n), items.clamp(-1, n))
+
+
+def test_laid_out_it_scores_the_same():
+    model = towered()
+    items = torch.arange(N + 2).expand(3, -1)
+    tokens = torch.tensor([[-1, 10, 3], [9, 2, 8], [-2, -1, 12]])
+    with torch.no_grad():
+        hidden = model.last_hidden(tokens)
+        expected = [hidden, model.scores(hidden, N + 2), model.scores_among(hidden, items)]
+    plain = model.laid_out()
+    assert type(plain) is not Towered
+    assert not any(parameter.requires_grad for parameter in plain.parameters())
+    found = [plain.last_hidden(tokens), plain.scores(hidden, N + 2), plain.scores_among(hidden, items)]
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+    assert torch.equal(plain.tells_apart(items), model.tells_apart(items))
+    assert torch.equal(found[1][:, 9], found[1][:, N])  # those that nothing is known of tie
+    with torch.no_grad():
+        model.items += 1
+    assert not torch.equal(model.laid_out().items, plain.items)  # as the model is now
+    bare = random_model(KNOWN)
+    assert bare.laid_out() is bare
+
+
+def test_validation_asks_the_tower_for_each_item_once(monkeypatch):
+    data = tiny_stream()
+    model = untrained_backbone(tower_config(), data.slice_(0).n_train_items, content(tiny_log().n_items))
+    asked, forward = [], model.tower.forward
+    monkeypatch.setattr(model.tower, "forward", lambda items: asked.append(items) or forward(items))
+    validation_ndcg(model, data.slice_(0))
+    assert [len(items) for items in asked] == [tiny_log().n_items]
 
 
 def tower_config() -> RunConfig:
