@@ -24,7 +24,7 @@ from protofed.slices.stream import SliceStream, TimeSlice, halves
 
 logger = logging.getLogger(__name__)
 
-TOWER_RECIPE = 1  # the same for what a tower adds
+TOWER_RECIPE = 2  # the same for what a tower adds
 RECIPE = 4  # raise when the warm-up's mathematics changes, so that no old cache is taken for a new one
 
 
