@@ -3,7 +3,7 @@
 The page draws them with Observable Plot (vendor/), so a number is in it once and a reader can choose other rows.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,8 +13,8 @@ from protofed.evaluation.significance import mean_and_std
 from protofed.methods.catalogue import METHODS
 from protofed.methods.names import FLAGSHIP, OURS
 from protofed.report.layout import Drawing
-from protofed.report.sections import Row, is_noised
-from protofed.report.tables import MAIN, Results, key_of
+from protofed.report.sections import Row
+from protofed.report.tables import Results
 from protofed.report.variants import side_rows
 
 MOST_DRAWN = 8  # rows in a figure
@@ -32,14 +32,6 @@ class Curve:
     values: Float[np.ndarray, "seeds T"]
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """How a row is drawn wherever it appears."""
-
-    colour: str  # CSS, for light and dark alike
-    dash: str = ""
-
-
 def colour_of(method: str) -> str:
     """The colour of a method in every figure: ours orange or red, trivial ones grey, a hue of its own for any other."""
     if method in OUR_COLOURS:
@@ -51,19 +43,16 @@ def colour_of(method: str) -> str:
     return f"hsl({FIRST_HUE + HUES * (STEP * place % 1):.0f} 65% calc(var(--tone) + {(0, 9, -7)[place % 3]}%))"
 
 
-def look_of(row: Row) -> Look:
-    """The method's colour; dashed with noise, dotted where small modules learn and all else is frozen."""
-    config = row.runs[0].config
-    return Look(
-        colour_of(row.method), DASHED if is_noised(config) else DOTTED if config.get("variant") == "peft" else ""
-    )
+def look_of(row: Row) -> tuple[str, str]:
+    """A row's colour, its method's, and its dashes: with noise, or where small modules learn and all else is frozen."""
+    small = row.settings.get("variant") == "peft"
+    return colour_of(row.method), DASHED if row.is_noised else DOTTED if small else ""
 
 
 def leading_rows(found: Results) -> tuple[str, ...]:
     """What a figure shows first: our rows, the best trivial and the best private rival, then the best of all others."""
-    aside, key = side_rows(found.section), key_of(MAIN)
-    rows = [row for row in found.section.rows if row.label not in aside]
-    rows.sort(key=lambda row: (-np.nan_to_num(found.estimates[row.label][key].mean, nan=-1.0), row.label))
+    aside = side_rows(found.section)
+    rows = found.ranked([row for row in found.section.rows if row.label not in aside])
     ours = [row for row in rows if row.is_ours][:3]
     trivial = [row for row in rows if row.is_trivial and row.label not in found.prices][:2]
     private = [row for row in rows if row.label in found.prices and not row.is_ours][:1]
@@ -90,8 +79,3 @@ def heat_maps(name: str, caption: str, matrices: Mapping[str, Float[np.ndarray, 
     rows = [(label, s, *of_slice.round(4).tolist()) for label, a in matrices.items() for s, of_slice in enumerate(a)]
     header = ("method", "slice_tested", *(f"after {t}" for t in range(size)))
     return Drawing(name, caption, "map", header, tuple(rows), "trained up to slice", "tested on slice")
-
-
-def finite_rows(rows: Sequence[tuple[object, ...]]) -> tuple[tuple[object, ...], ...]:
-    """The rows whose second and third values are known numbers."""
-    return tuple(row for row in rows if np.isfinite([float(str(value)) for value in row[1:3]]).all())

@@ -1,6 +1,7 @@
 """Fairness over time: how far busy users are better served than quiet ones, and which items fill the Top-10."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -9,13 +10,12 @@ from protofed.evaluation.fairness import item_disparity, user_disparity
 from protofed.evaluation.significance import PerUser
 from protofed.report.charts import Curve, line_drawing
 from protofed.report.intervals import per_user
-from protofed.report.layout import Cell, Column, Drawing, Line, Missing, Part, Table, number
-from protofed.report.runs import Run
+from protofed.report.layout import Column, Drawing, Line, Missing, Part, Table, cells_of, mean_of, number
+from protofed.report.runs import SHARES, Run
 from protofed.report.sections import Row, Section
 
-USERS = "Fairness over time"
-ITEMS = "Exposure of popular and rare items"
 OF_EVENTS = "test events"
+Shares = Callable[[Sequence[Run], Mapping[str, str]], np.ndarray]
 
 
 def fairness(section: Section) -> tuple[Part | Missing, ...]:
@@ -25,9 +25,10 @@ def fairness(section: Section) -> tuple[Part | Missing, ...]:
 
 def user_gap(section: Section) -> Part | Missing:
     """How far the busiest and the quietest third of users are apart."""
+    title = "Fairness over time"
     curves = [Curve(row.label, np.array(found)) for row in section.rows if (found := disparities(row))]
-    if not curves or not any(np.isfinite(curve.values).any() for curve in curves):
-        return Missing(USERS, "no run kept its users (per_user.parquet)")
+    if not any(np.isfinite(curve.values).any() for curve in curves):
+        return Missing(title, "no run kept its users (per_user.parquet)")
     name = f"{section.slug}-user-disparity"
     caption = "Disp_user: NDCG@10 of the busiest third of users against the quietest, distance"
     drawing = line_drawing(name, caption, "|busy - quiet|", curves, from_zero=True)
@@ -35,20 +36,17 @@ def user_gap(section: Section) -> Part | Missing:
         "Mean NDCG@10 over users (all events, sampled candidates, every user alike) of each slice. Activity is counted "
         "in test queries up to the slice, because run folders do not hold training events; 0 is equal service."
     )
-    return Part(f"{name}-part", USERS, note, drawings=(drawing,))
+    return Part(f"{name}-part", title, note, drawings=(drawing,))
 
 
 def exposure(section: Section) -> Part | Missing:
     """Whose items fill the Top-10 of the full ranking, beside whose items are really met."""
-    told = [row for row in section.rows if all(_tells(run) for run in row.runs)]
+    title = "Exposure of popular and rare items"
+    told = [row for row in section.rows if all(("full", "all", m) in run.matrices for run in row.runs for m in SHARES)]
     if not told:
         why = "metrics.parquet of these runs holds no exposure_head@10; runs of this version do"
-        return Missing(ITEMS, f"{why}, so run again to see it")
+        return Missing(title, f"{why}, so run again to see it")
     name = f"{section.slug}-exposure"
-    drawings = (
-        *(_share_drawing(f"{name}-{group}", group, told) for group in ("head", "tail")),
-        _disparity_drawing(f"{section.slug}-item-disparity", told),
-    )
     silent = [row.label for row in section.rows if row not in told]
     note = (
         "Shares of all Top-10 places, full ranking, model right after each slice. Head: the fifth of the available "
@@ -57,7 +55,7 @@ def exposure(section: Section) -> Part | Missing:
         "head and tail; 0 gives both as many places."
     )
     note += f" Not told by {', '.join(silent)}." if silent else ""
-    return Part(name, ITEMS, note, (_share_table(name, told),), drawings)
+    return Part(name, title, note, (_share_table(name, told),), _drawings(section.slug, told))
 
 
 def _share_table(name: str, rows: Sequence[Row]) -> Table:
@@ -67,54 +65,45 @@ def _share_table(name: str, rows: Sequence[Row]) -> Table:
     columns.append(Column("Disp_item", "", "|head - tail| of a slice, mean over slices and seeds", ranked=False))
     lines = []
     for row in rows:
-        places = [mean_share(row, PLACES[group]) for group in GROUPS]
-        above = places[0] - mean_share(row, EVENTS["head"])
-        values = (*places, above, mean_over_slices(item_disparities(row.runs, PLACES)))
-        lines.append(Line(row.label, tuple(Cell(number(v), value=v) for v in values), row.is_trivial))
+        (head, *others, apart), (met, *_) = _means(row, PLACES), _means(row, EVENTS)
+        lines.append(Line(row.label, cells_of(columns, [head, *others, head - met, apart]), row.is_trivial))
     lines.sort(key=lambda line: (line.cells[-2].value, line.label))
-    met = [mean_share(rows[0], EVENTS[group]) for group in GROUPS]
-    apart = mean_over_slices(item_disparities(rows[0].runs, EVENTS))
-    footer = Line(OF_EVENTS, (*(Cell(number(v)) for v in met), Cell(""), Cell(number(apart))))
+    *met_by_group, disparity = map(number, _means(rows[0], EVENTS))
+    footer = Line(OF_EVENTS, cells_of(columns, [*met_by_group, "", disparity]))
     return Table(f"{name}-table", "Mean over slices and seeds", tuple(columns), tuple(lines), (footer,))
 
 
-def _share_drawing(name: str, group: str, rows: Sequence[Row]) -> Drawing:
-    curves = [Curve(row.label, _over_slices(row.runs, PLACES[group])) for row in rows]
-    curves.append(Curve(OF_EVENTS, _over_slices(rows[0].runs[:1], EVENTS[group])))
-    caption = f"Top-10 places that go to {group} items, beside their share of the {OF_EVENTS}"
-    return line_drawing(name, caption, f"share of {group} items", curves, from_zero=True)
-
-
-def _disparity_drawing(name: str, rows: Sequence[Row]) -> Drawing:
-    """Disp_item over the slices, as `user_gap` shows Disp_user."""
-    curves = [Curve(row.label, item_disparities(row.runs, PLACES)) for row in rows]
-    curves.append(Curve(OF_EVENTS, item_disparities(rows[0].runs[:1], EVENTS)))
+def _drawings(slug: str, rows: Sequence[Row]) -> tuple[Drawing, ...]:
+    """The shares of head and of tail items over the slices, and how far apart they are."""
+    drawings = []
+    for group in ("head", "tail"):
+        caption = f"Top-10 places that go to {group} items, beside their share of the {OF_EVENTS}"
+        shares = partial(_over_slices, group=group)
+        drawings.append(_drawing(f"{slug}-exposure-{group}", caption, f"share of {group} items", rows, shares))
     caption = f"Disp_item: distance between the shares of head and tail items, beside that of the {OF_EVENTS}"
-    return line_drawing(name, caption, "|head - tail|", curves, from_zero=True)
+    return *drawings, _drawing(f"{slug}-item-disparity", caption, "|head - tail|", rows, item_disparities)
 
 
-def item_disparities(runs: Sequence[Run], metrics: Mapping[str, str]) -> np.ndarray:
-    """Disp_item of every run in slices 1..T; `metrics` says what the shares of head and tail are called."""
-    return item_disparity(_over_slices(runs, metrics["head"]), _over_slices(runs, metrics["tail"]))
+def _drawing(name: str, caption: str, title: str, rows: Sequence[Row], shares: Shares) -> Drawing:
+    """Every row over the slices, and the test events themselves."""
+    curves = [Curve(row.label, shares(row.runs, PLACES)) for row in rows]
+    curves.append(Curve(OF_EVENTS, shares(rows[0].runs[:1], EVENTS)))
+    return line_drawing(name, caption, title, curves, from_zero=True)
 
 
-def mean_share(row: Row, metric: str) -> float:
-    """The mean over slices with queries and over seeds."""
-    return mean_over_slices(_over_slices(row.runs, metric))
+def _means(row: Row, names: Mapping[str, str]) -> list[float]:
+    """The share of each group and Disp_item, means over slices with queries and over seeds."""
+    shares = [_over_slices(row.runs, names, group) for group in GROUPS]
+    return [mean_of(found.ravel()) for found in (*shares, item_disparities(row.runs, names))]
 
 
-def mean_over_slices(found: np.ndarray) -> float:
-    """The mean of what is known; NaN where nothing is."""
-    known = found[np.isfinite(found)]
-    return float(known.mean()) if len(known) else float("nan")
+def item_disparities(runs: Sequence[Run], names: Mapping[str, str]) -> np.ndarray:
+    """Disp_item of every run in slices 1..T; `names` says what the shares of head and tail are called."""
+    return item_disparity(_over_slices(runs, names, "head"), _over_slices(runs, names, "tail"))
 
 
-def _over_slices(runs: Sequence[Run], metric: str) -> np.ndarray:
-    return np.array([run.matrices["full", "all", metric].diagonal for run in runs])
-
-
-def _tells(run: Run) -> bool:
-    return all(("full", "all", metric) in run.matrices for metric in (*PLACES.values(), *EVENTS.values()))
+def _over_slices(runs: Sequence[Run], names: Mapping[str, str], group: str) -> np.ndarray:
+    return np.array([run.matrices["full", "all", names[group]].diagonal for run in runs])
 
 
 def disparities(row: Row) -> list[list[float]]:

@@ -1,20 +1,20 @@
 """The report's tables as text: Markdown, LaTeX with booktabs, or one tidy CSV; numbers as on the HTML page."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from protofed.evaluation.significance import Interval
 from protofed.privacy.accountant import adjacency
 from protofed.privacy.ledger import Release
 from protofed.report.costs import COLUMNS as COSTS
 from protofed.report.costs import cost_block, cost_of
-from protofed.report.layout import MISSING, Cell, Column, Line, Table, to_csv
+from protofed.report.layout import MISSING, Cell, Column, Estimate, Line, Table, to_csv
 from protofed.report.prices import Price, Terms, price_of, terms_of
 from protofed.report.provenance import claim_of
 from protofed.report.sections import Row
 from protofed.report.tables import CONTINUAL, HEADLINE, Results, distances, headline, key_of
 
-RELEASE = ("noise multiplier", "rate", "rounds", "uploads", "δ", "ε", "trust", "adjacency")
 TIDY = (
     *("dataset", "method", "seeds", "table", "quantity", "candidates", "subset", "stream", "minus"),
     *("mean", "std", "low95", "high95", "text"),
@@ -23,12 +23,13 @@ Write = Callable[[Sequence[Results], Sequence[str]], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
-    """The seeds of a row that released the same, and what that costs."""
+class Released:
+    """A stream of releases of the seeds of a row that released the same, by what ε is computed from, and ε."""
 
     row: Row
     seeds: tuple[int, ...]
-    price: Price
+    stream: str
+    words: Mapping[str, str]
 
 
 def accuracy(results: Results) -> Table:
@@ -54,35 +55,52 @@ def costs(results: Results, order: Sequence[Line]) -> Table | None:
         f"{results.section.title}: what a client sends and receives in a round, numbers that learn, and seconds of "
         "learning, which compare only on the same hardware; blank where a method does not tell"
     )
-    lines = tuple(Line(line.label, tuple(cells[line.label])) for line in order)
+    lines = tuple(Line(line.label, cells[line.label]) for line in order)
     return Table(f"{results.section.slug}-costs", caption, tuple(columns), lines) if columns else None
 
 
 def privacy(results: Results) -> Table | None:
     """What ε is computed from, and ε, a line for each stream of each private row; None where nothing was released."""
-    lines = tuple(
-        Line(_released_by(one, release), tuple(map(Cell, _release_words(one, release))))
-        for one in price_rows(results)
-        for release in one.price.ledger
-    )
+    found = released(results)
+    if not found:
+        return None
+    lines = []
+    for one in found:
+        seeds = "" if one.seeds == one.row.seeds else f", seed {', '.join(map(str, one.seeds))}"  # others differ
+        lines.append(Line(f"{one.row.label}{seeds}: {one.stream}", tuple(map(Cell, one.words.values()))))
     caption = (
         f"{results.section.title}: what was released, and ε per user of all streams of a row together, "
-        f"against who sees what is released. {claim_of(run for row in results.section.rows for run in row.runs)}"
+        f"against who sees what is released. {claim_of(results.section.runs)}"
     )
-    return Table(f"{results.section.slug}-privacy", caption, tuple(map(Column, RELEASE)), lines) if lines else None
+    return Table(f"{results.section.slug}-privacy", caption, tuple(map(Column, found[0].words)), tuple(lines))
 
 
-def price_rows(results: Results) -> tuple[Priced, ...]:
-    """The rows that released something; seeds with different ledgers apart."""
-    known = {(price.ledger, price.delta, price.trust): price for price in results.prices.values()}
-    found: list[Priced] = []
+def released(results: Results) -> tuple[Released, ...]:
+    """What every row released, stream by stream; seeds with different ledgers apart."""
+    prices = {(price.ledger, price.delta, price.trust): price for price in results.prices.values()}
+    found: list[Released] = []
     for row in results.section.rows:
         groups: dict[Terms, list[int]] = {}
         for run in row.runs:
             if run.releases:
                 groups.setdefault(terms_of(run), []).append(run.seed)
-        found += [Priced(row, tuple(seeds), known.get(terms) or price_of(*terms)) for terms, seeds in groups.items()]
+        for terms, seeds in groups.items():
+            price = prices.get(terms) or price_of(*terms)
+            found += [Released(row, tuple(seeds), release.stream, _words(price, release)) for release in price.ledger]
     return tuple(found)
+
+
+def _words(price: Price, release: Release) -> dict[str, str]:
+    return {
+        "noise multiplier": f"{release.noise_multiplier:g}",
+        "rate": f"{release.sampling_rate:g}",
+        "rounds": str(release.count),
+        "uploads": str(release.uploads),
+        "δ": f"{price.delta:g}",
+        "ε": MISSING if not price.known else "∞" if math.isinf(price.released) else f"{price.released:g}",
+        "trust": price.trust,
+        "adjacency": adjacency(price.trust),
+    }
 
 
 def tables(results: Results) -> tuple[Table, ...]:
@@ -125,60 +143,42 @@ SUFFIXES = {".html": "html", ".htm": "html", ".md": "md", ".tex": "latex", ".csv
 
 
 def _records(results: Results) -> Iterator[dict[str, object]]:
+    dataset = results.section.title
     for row in results.section.rows:
-        about = {"dataset": results.section.title, "method": row.label, "seeds": " ".join(map(str, row.seeds))}
+        about = {"dataset": dataset, "method": row.label, "seeds": _list(row.seeds)}
         estimates = results.estimates[row.label]
         for candidates, subset, metric in HEADLINE:
-            found = estimates[key_of((candidates, subset, metric))]
             where = {"table": "accuracy", "quantity": metric, "candidates": candidates, "subset": subset}
-            yield about | where | _spread(found.mean, found.std, found.low, found.high)
+            yield about | where | _spread(estimates[key_of((candidates, subset, metric))])
         for name in CONTINUAL:
             where = {"table": "continual", "quantity": name, "candidates": "sampled", "subset": "all"}
-            yield about | where | _spread(estimates[name].mean, estimates[name].std)
+            yield about | where | _spread(estimates[name])
         for (candidates, subset), intervals in results.intervals.items():
             gap = intervals.behind.get(row.label)
             if gap:
                 where = {"table": "difference", "quantity": "ndcg@10", "candidates": candidates, "subset": subset}
-                yield about | where | {"minus": intervals.best} | _spread(gap.mean, math.nan, gap.low, gap.high)
+                yield about | where | {"minus": intervals.best} | _spread(gap)
         cost = cost_of(row)
-        for name in COSTS:
-            if math.isfinite(getattr(cost, name)):
+        for name, value in zip(COSTS, cost.of([*COSTS]), strict=True):
+            if math.isfinite(value):
                 text = cost.hardware if name == "learn" else ""
-                yield {**about, "table": "cost", "quantity": name, "mean": getattr(cost, name), "text": text}
-    for released in price_rows(results):
-        about = {"dataset": results.section.title, "method": released.row.label}
-        about |= {"seeds": " ".join(map(str, released.seeds)), "table": "privacy"}
-        for release in released.price.ledger:
-            for name, text in zip(RELEASE, _release_words(released, release), strict=True):
-                yield {**about, "stream": release.stream, "quantity": name, "text": text}
+                yield about | {"table": "cost", "quantity": name, "mean": value, "text": text}
+    for one in released(results):
+        about = {"dataset": dataset, "method": one.row.label, "seeds": _list(one.seeds), "stream": one.stream}
+        for name, text in one.words.items():
+            yield {**about, "table": "privacy", "quantity": name, "text": text}
 
 
-def _spread(mean: float, std: float, low: float = math.nan, high: float = math.nan) -> dict[str, object]:
-    return {"mean": mean, "std": std, "low95": low, "high95": high}
+def _list(seeds: Sequence[int]) -> str:
+    return " ".join(map(str, seeds))
 
 
-def _released_by(released: Priced, release: Release) -> str:
-    """The row and the stream; the seeds too, where others of the row released something else."""
-    alike = released.seeds == released.row.seeds
-    seeds = "" if alike else f", seed {', '.join(map(str, released.seeds))}"
-    return f"{released.row.label}{seeds}: {release.stream}"
+def _spread(found: Estimate | Interval) -> dict[str, object]:
+    std = found.std if isinstance(found, Estimate) else math.nan
+    return {"mean": found.mean, "std": std, "low95": found.low, "high95": found.high}
 
 
-def _release_words(released: Priced, release: Release) -> tuple[str, ...]:
-    price = released.price
-    return (
-        f"{release.noise_multiplier:g}",
-        f"{release.sampling_rate:g}",
-        str(release.count),
-        str(release.uploads),
-        f"{price.delta:g}",
-        MISSING if not price.known else "∞" if math.isinf(price.released) else f"{price.released:g}",
-        price.trust,
-        adjacency(price.trust),
-    )
-
-
-def _words(cell: Cell) -> str:
+def _told(cell: Cell) -> str:
     return " ".join(part for part in (cell.text, cell.spread.replace("±", "± "), cell.interval) if part)
 
 
@@ -186,7 +186,7 @@ def _md_table(table: Table) -> list[str]:
     heads = [_md(" ".join(part for part in (column.group, column.label) if part)) for column in table.columns]
     lines = [f"| method | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
     for line in table.lines:
-        shown = [f"**{_words(cell)}**" if cell.best else _words(cell) for cell in line.cells]
+        shown = [f"**{_told(cell)}**" if cell.best else _told(cell) for cell in line.cells]
         lines.append(f"| {_md(line.label)} | {' | '.join(map(_md_bar, shown))} |")
     return lines
 

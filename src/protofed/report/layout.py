@@ -3,15 +3,46 @@
 import csv
 import io
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
+
+import numpy as np
 
 from protofed.files import harmless
 
 MISSING = "–"
 MOST_NAMED = 8  # rows in one sentence
 Kind = Literal["lines", "dots", "points", "users", "map"]
+
+
+def number(value: float, digits: int = 3) -> str:
+    """A number with a true minus sign, or a dash where there is none."""
+    if not math.isfinite(value):
+        return MISSING
+    text = f"{value:.{digits}f}"
+    return (text[1:] if float(text) == 0 and text.startswith("-") else text).replace("-", "\N{MINUS SIGN}")
+
+
+def interval(low: float, high: float, digits: int = 3) -> str:
+    """[low, high], or nothing where there is none."""
+    return f"[{_short(low, digits)}, {_short(high, digits)}]" if math.isfinite(low) and math.isfinite(high) else ""
+
+
+def _short(value: float, digits: int) -> str:
+    """A number without the zero before its point, so that a table of twelve columns fits a page."""
+    return number(value, digits).replace("0.", ".", 1) if abs(value) < 1 else number(value, digits)
+
+
+def known(value: float, instead: float) -> float:
+    """The value, or another one where it is no number."""
+    return value if math.isfinite(value) else instead
+
+
+def mean_of(values: Iterable[float]) -> float:
+    """The mean of what is known; NaN where nothing is."""
+    found = [value for value in values if math.isfinite(value)]
+    return float(np.mean(found)) if found else math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +79,7 @@ class Column:
     lower_is_better: bool = False
     ranked: bool = True  # has a best value
     text: bool = False  # holds words
+    show: Callable[[float], str] = number
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +134,14 @@ class Missing:
     why: str
 
 
+def cells_of(columns: Sequence[Column], values: Sequence[float | str]) -> tuple[Cell, ...]:
+    """The cells of a row: numbers as their columns show them, words as they are."""
+    return tuple(
+        Cell(value) if isinstance(value, str) else Cell(column.show(value), value=value)
+        for column, value in zip(columns, values, strict=True)
+    )
+
+
 def table_of_estimates(
     name: str,
     caption: str,
@@ -110,13 +150,20 @@ def table_of_estimates(
     footer: tuple[Line, ...] = (),
 ) -> Table:
     """Rows of (label, is it trivial, estimates), the best first by the first column, the best of each column marked."""
-    rows = sorted(rows, key=lambda row: (_descending(row[2][0].mean), row[0]))
+    rows = sorted(rows, key=lambda row: (-known(row[2][0].mean, -math.inf), row[0]))
     by_column = [[row[2][place] for row in rows] for place in range(len(columns))]
     cells = [estimate_cells(column, estimates) for column, estimates in zip(columns, by_column, strict=True)]
     lines = tuple(
         Line(label, tuple(column[place] for column in cells), trivial) for place, (label, trivial, _) in enumerate(rows)
     )
     return Table(name, caption, tuple(columns), lines, footer)
+
+
+def estimate_cell(estimate: Estimate, digits: int = 3) -> Cell:
+    """A mean with its spread and its interval."""
+    spread = f"±{_short(estimate.std, digits)}" if math.isfinite(estimate.std) else ""
+    around = interval(estimate.low, estimate.high, digits)
+    return Cell(number(estimate.mean, digits), spread, around, value=estimate.mean)
 
 
 def some(names: Sequence[str]) -> str:
@@ -135,27 +182,14 @@ def beside(table: Table, columns: Sequence[Column], cells: Mapping[str, Sequence
 
 def estimate_cells(column: Column, estimates: Sequence[Estimate]) -> list[Cell]:
     """A column's cells: three decimals, or four where all values are small; what reads as zero is never the best."""
-    known = [abs(estimate.mean) for estimate in estimates if math.isfinite(estimate.mean)]
-    digits = 3 if not known or max(known) >= 0.1 else 4
-    cells = [_cell(estimate, digits) for estimate in estimates]
-    if not column.ranked or len(known) < 2:
+    sizes = [abs(estimate.mean) for estimate in estimates if math.isfinite(estimate.mean)]
+    digits = 3 if not sizes or max(sizes) >= 0.1 else 4
+    cells = [estimate_cell(estimate, digits) for estimate in estimates]
+    if not column.ranked or len(sizes) < 2:
         return cells
     sign = -1 if column.lower_is_better else 1
     top = max(round(sign * cell.value, digits) for cell in cells if math.isfinite(cell.value))
     return [replace(cell, best=bool(top) and round(sign * cell.value, digits) == top) for cell in cells]
-
-
-def number(value: float, digits: int = 3) -> str:
-    """A number with a true minus sign, or a dash where there is none."""
-    if not math.isfinite(value):
-        return MISSING
-    text = f"{value:.{digits}f}"
-    return (text[1:] if float(text) == 0 and text.startswith("-") else text).replace("-", "\N{MINUS SIGN}")
-
-
-def interval(low: float, high: float, digits: int = 3) -> str:
-    """[low, high], or nothing where there is none."""
-    return f"[{_short(low, digits)}, {_short(high, digits)}]" if math.isfinite(low) and math.isfinite(high) else ""
 
 
 def to_csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -165,22 +199,6 @@ def to_csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     writer.writerow([_field(name) for name in header])
     writer.writerows([_field(value) for value in row] for row in rows)
     return buffer.getvalue()
-
-
-def _short(value: float, digits: int) -> str:
-    """A number without the zero before its point, so that a table of twelve columns fits a page."""
-    return number(value, digits).replace("0.", ".", 1) if abs(value) < 1 else number(value, digits)
-
-
-def _cell(estimate: Estimate, digits: int) -> Cell:
-    spread = f"±{_short(estimate.std, digits)}" if math.isfinite(estimate.std) else ""
-    return Cell(
-        number(estimate.mean, digits), spread, interval(estimate.low, estimate.high, digits), value=estimate.mean
-    )
-
-
-def _descending(value: float) -> float:
-    return math.inf if math.isnan(value) else -value
 
 
 def _field(value: object) -> object:

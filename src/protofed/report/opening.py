@@ -4,26 +4,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from protofed.experiments.matrices import Measure
 from protofed.methods.names import FLAGSHIP, OURS
-from protofed.report.layout import (
-    Cell,
-    Column,
-    Drawing,
-    Estimate,
-    Table,
-    beside,
-    number,
-    some,
-    table_of_estimates,
-)
+from protofed.report.layout import Cell, Column, Drawing, Estimate, Table, beside, number, some, table_of_estimates
 from protofed.report.prices import epsilon_text
+from protofed.report.runs import MAIN
 from protofed.report.sections import Row
-from protofed.report.tables import MAIN, NAMES, Results, key_of
+from protofed.report.tables import MEASURES, NAMES, Results, key_of
 from protofed.report.variants import side_rows
 
-KEY = key_of(MAIN)
 MOST_ROWS = 5
-MEASURES = (MAIN, ("sampled", "all", "hr@10"), ("sampled", "novel", "ndcg@10"), ("full", "novel", "ndcg@10"))
 WORDS = dict(zip(MEASURES, ("NDCG@10", "HR@10", "novel events", "novel events in the full ranking"), strict=True))
 SHARED = "what leaves a device after the base block, and ε of the whole ledger against who sees it; without ε: no claim"
 SPOKEN = {OURS: "ProtoFed-SP", FLAGSHIP: "ProtoFed"}
@@ -37,54 +27,47 @@ def our_method(results: Sequence[Results]) -> str:
 
 def sentences(found: Results) -> tuple[str, str, str]:
     """Of one data set: who wins, who wins with privacy and without sharing, and where ours loses."""
-    private = f"With privacy: {best_private(found)}{_sharing_nothing(found)}."
+    private = f"With privacy: {_best_private(found)}{_sharing_nothing(found)}."
     return f"Wins: {_best(found)}; {_significant(found)}.", private, _loss(found)
 
 
 def across(results: Sequence[Results]) -> str:
     """Of several data sets, one sentence: on which of them ours wins, of all rows and of those with privacy."""
-    ours = our_method(results)
-    leads = [found.section.title for found in results if any(row.method == ours for row in rank_rows(found)[:1])]
-    private = [found.section.title for found in results if any(row.method == ours for row in _private_rows(found)[:1])]
-    first, among = _of(leads, results), _of(private, results)
-    return f"{SPOKEN[ours]} is first of all rows on {first}, and first of the private rows on {among}."
+    ours, spoken = our_method(results), []
+    for choose in (rank_rows, _private_rows):
+        titles = [found.section.title for found in results if any(row.method == ours for row in choose(found)[:1])]
+        share = f"all {len(results)}" if len(titles) == len(results) else f"{len(titles)} of {len(results)}"
+        named = f" ({some(titles)})" if 0 < len(titles) < len(results) else ""
+        spoken.append(f"{share} data sets{named}")
+    return f"{SPOKEN[ours]} is first of all rows on {spoken[0]}, and first of the private rows on {spoken[1]}."
 
 
 def digest(found: Results) -> Table:
     """Five rows: the best, ours without and with noise, the best private rival and the best trivial row."""
-    rows = rank_rows(found)
-    place = {row.label: 1 + sum(known_mean(found, other) > known_mean(found, row) for other in rows) for row in rows}
-    columns = [_column(measure) for measure in MEASURES]
-    shown = [
-        (row.label, row.is_trivial, [_estimate(found, row.label, key_of(m)) for m in MEASURES]) for row in _five(found)
-    ]
-    table = table_of_estimates(f"{found.section.slug}-digest", "", columns, shown)
+    rows, shown = rank_rows(found), _five(found)
+    table = _table(f"{found.section.slug}-digest", [_column(measure) for measure in MEASURES], shown, [found], MEASURES)
+    place = {row.label: 1 + sum(found.mean(other) > found.mean(row) for other in rows) for row in shown}
     standing = Column("place", "", f"by NDCG@10, sampled candidates, all events, of {len(rows)} rows", ranked=False)
-    places = {label: [Cell(f"{place[label]} of {len(rows)}", value=float(place[label]))] for label, _, _ in shown}
-    return _with_dial(beside(table, [standing], places), [found])
+    cells = {label: [Cell(f"{n} of {len(rows)}", value=float(n))] for label, n in place.items()}
+    return _with_dial(beside(table, [standing], cells), [found])
 
 
 def overview(results: Sequence[Results]) -> Table:
     """Rows of the overall comparison: NDCG@10 and HR@10 of every data set, as Table 1 of the paper."""
-    measures = MEASURES if len(results) == 1 else MEASURES[:2]
     several = len(results) > 1
+    measures = MEASURES[:2] if several else MEASURES
     columns = [_column(m, found.section.title if several else "") for found in results for m in measures]
-    by_label = {row.label: row for found in results for row in rows_to_compare(found)}
-    rows = [
-        (label, row.is_trivial, [_estimate(found, label, key_of(m)) for found in results for m in measures])
-        for label, row in by_label.items()
-    ]
-    return _with_dial(table_of_estimates("overview", "", columns, rows), results)
+    rows = {row.label: row for found in results for row in rows_to_compare(found)}
+    return _with_dial(_table("overview", columns, [*rows.values()], results, measures), results)
 
 
 def forest(found: Results) -> Drawing:
     """NDCG@10 of the rows of the overall comparison with their intervals over users, the best first."""
-    estimates = [(row.label, found.estimates[row.label][KEY]) for row in rank_rows(found)]
+    estimates = [(row.label, found.estimates[row.label][key_of(MAIN)]) for row in rank_rows(found)]
     rows = tuple((label, e.mean, e.low, e.high) for label, e in estimates)
     caption = "NDCG@10, all events, sampled candidates, 95 % interval over users"
-    return Drawing(
-        f"{found.section.slug}-forest", caption, "dots", ("method", "mean", "low95", "high95"), rows, "NDCG@10"
-    )
+    header = ("method", "mean", "low95", "high95")
+    return Drawing(f"{found.section.slug}-forest", caption, "dots", header, rows, "NDCG@10")
 
 
 def rows_to_compare(found: Results) -> list[Row]:
@@ -95,44 +78,30 @@ def rows_to_compare(found: Results) -> list[Row]:
 
 def rank_rows(found: Results) -> list[Row]:
     """Those of them with an NDCG@10, the best first."""
-    rows = [row for row in rows_to_compare(found) if math.isfinite(known_mean(found, row))]
-    return sorted(rows, key=lambda row: (-known_mean(found, row), row.label))
+    return found.ranked([row for row in rows_to_compare(found) if math.isfinite(found.mean(row))])
 
 
 def count_left_out(results: Sequence[Results]) -> int:
     return sum(len(found.section.rows) - len(rows_to_compare(found)) for found in results)
 
 
-def best_private(found: Results) -> str:
+def _said(found: Results, row: Row) -> str:
+    return f"NDCG@10 {number(found.mean(row))}"
+
+
+def _best_private(found: Results) -> str:
     """The best row that carries a claim, with it, and among how many."""
     rows = _private_rows(found)
     if not rows:
         return "none released anything under a ledger, so no row carries a privacy claim"
-    best = rows[0]
     among = f"of {len(rows)}" if len(rows) > 1 else "the only one"
-    return f"{best.label} with NDCG@10 {number(known_mean(found, best))} ({found.prices[best.label].words}), {among}"
+    return f"{rows[0].label} with {_said(found, rows[0])} ({found.prices[rows[0].label].words}), {among}"
 
 
 def _sharing_nothing(found: Results) -> str:
     """The best row whose devices tell nothing after the base block."""
     silent = next((row for row in rank_rows(found) if row.share == "nothing"), None)
-    return f"; sharing nothing (ε = 0): {silent.label} with {number(known_mean(found, silent))}" if silent else ""
-
-
-def rivals_of_the_best(found: Results) -> dict[str, bool]:
-    """Every other row of the overall comparison, and whether its distance to the best may be chance over users."""
-    intervals = found.intervals[MAIN[0], MAIN[1]]
-    labels = [row.label for row in rows_to_compare(found)]
-    if intervals.best not in labels:
-        return {}
-    rivals = [label for label in labels if label in intervals.behind and label != intervals.best]
-    return {label: intervals.behind[label].high >= 0 for label in rivals}
-
-
-def known_mean(found: Results, row: Row) -> float:
-    """The row's mean NDCG@10, the lowest there is where it has none."""
-    mean = found.estimates[row.label][KEY].mean
-    return mean if math.isfinite(mean) else -math.inf
+    return f"; sharing nothing (ε = 0): {silent.label} with {number(found.mean(silent))}" if silent else ""
 
 
 def _five(found: Results) -> list[Row]:
@@ -152,11 +121,8 @@ def _five(found: Results) -> list[Row]:
 
 def _private_rows(found: Results) -> list[Row]:
     """The rows whose ledger promises something, the best first."""
-    return [row for row in rank_rows(found) if not math.isinf(_released(found, row.label))]
-
-
-def _released(found: Results, label: str) -> float:
-    return found.prices[label].released if label in found.prices else math.inf
+    promises = {label for label, price in found.prices.items() if not math.isinf(price.released)}
+    return [row for row in rank_rows(found) if row.label in promises]
 
 
 def _best(found: Results) -> str:
@@ -165,18 +131,21 @@ def _best(found: Results) -> str:
         return "no row ranked sampled candidates"
     best, trivial = rows[0], next((row for row in rows if row.is_trivial), None)
     if best.is_trivial:
-        return f"{best.label}, a trivial row, with NDCG@10 {number(known_mean(found, best))}"
-    bar = f" (best trivial row: {trivial.label}, {number(known_mean(found, trivial))})" if trivial else ""
-    return f"{best.label} with NDCG@10 {number(known_mean(found, best))}{bar}"
+        return f"{best.label}, a trivial row, with {_said(found, best)}"
+    bar = f" (best trivial row: {trivial.label}, {number(found.mean(trivial))})" if trivial else ""
+    return f"{best.label} with {_said(found, best)}{bar}"
 
 
 def _significant(found: Results) -> str:
-    rivals = rivals_of_the_best(found)
-    if not rivals:
+    """How many rows the best one is ahead of, and those whose distance to it may be chance over users."""
+    intervals = found.intervals[MAIN[0], MAIN[1]]
+    labels = [row.label for row in rows_to_compare(found)]
+    rivals = [label for label in labels if label in intervals.behind and label != intervals.best]
+    if not rivals or intervals.best not in labels:
         return "nothing to compare it with"
-    close = [label for label, level in rivals.items() if level]
+    close = [label for label in rivals if intervals.behind[label].high >= 0]
     if not close:
-        return f"ahead of {f'all {len(rivals)} other rows' if len(rivals) > 1 else next(iter(rivals))} beyond chance"
+        return f"ahead of {f'all {len(rivals)} other rows' if len(rivals) > 1 else rivals[0]} beyond chance"
     ahead = f"ahead of {len(rivals) - len(close)} of {len(rivals)} other rows beyond chance"
     return f"{ahead}, not distinguishable from {some(close)}"
 
@@ -184,42 +153,37 @@ def _significant(found: Results) -> str:
 def _loss(found: Results) -> str:
     """Every measure that another row leads: our best row's number, the leader's and its name."""
     method = our_method([found])
-    ours, name = [row for row in rank_rows(found) if row.method == method], SPOKEN[method]
-    if not ours:
+    ours, name = next((row for row in rank_rows(found) if row.method == method), None), SPOKEN[method]
+    if ours is None:
         return f"There is no {name} row."
-    own = found.estimates[ours[0].label]
     lost = []
-    for measure in MEASURES:
-        key = key_of(measure)
-        label, top = max(
-            ((row.label, _last(found.estimates[row.label][key].mean)) for row in rows_to_compare(found)),
-            key=lambda pair: pair[1],
-        )
-        if top > _last(own[key].mean):
-            lost.append(f"{WORDS[measure]} {number(own[key].mean)} against {number(top)} ({label})")
+    for measure, words in WORDS.items():
+        leader = found.best(rows_to_compare(found), measure)
+        own, top = found.mean(ours, measure), found.mean(leader, measure)
+        if top > own:
+            lost.append(f"{words} {number(own)} against {number(top)} ({leader.label})")
     if not lost:
-        return f"Where {name} loses: nowhere; its best row, {ours[0].label}, leads every column."
-    return f"Where {name} loses ({ours[0].label}): {', '.join(lost)}."
+        return f"Where {name} loses: nowhere; its best row, {ours.label}, leads every column."
+    return f"Where {name} loses ({ours.label}): {', '.join(lost)}."
 
 
-def _of(titles: Sequence[str], results: Sequence[Results]) -> str:
-    if len(titles) == len(results):
-        return f"all {len(results)} data sets"
-    return f"{len(titles)} of {len(results)} data sets" + (f" ({some(titles)})" if titles else "")
-
-
-def _last(value: float) -> float:
-    return value if math.isfinite(value) else -math.inf
-
-
-def _column(measure: tuple[str, str, str], group: str = "") -> Column:
+def _column(measure: Measure, group: str = "") -> Column:
     candidates, subset, metric = measure
     words = NAMES[metric] if measure in MEASURES[:2] else f"{subset}, {candidates}"
     return Column(words, group, f"{NAMES[metric]}, mean of A[t, t], {candidates} candidates, {subset} events")
 
 
-def _estimate(found: Results, label: str, key: str) -> Estimate:
-    return found.estimates[label][key] if label in found.estimates else Estimate(math.nan)
+def _table(
+    name: str, columns: Sequence[Column], rows: Sequence[Row], results: Sequence[Results], measures: Sequence[Measure]
+) -> Table:
+    """The measures of every data set beside each other; blank where one has no such row."""
+    keys = [(found, key_of(measure)) for found in results for measure in measures]
+    nothing = Estimate(math.nan)
+    shown = [
+        (row.label, row.is_trivial, [found.estimates.get(row.label, {}).get(key, nothing) for found, key in keys])
+        for row in rows
+    ]
+    return table_of_estimates(name, "", columns, shown)
 
 
 def _with_dial(table: Table, results: Sequence[Results]) -> Table:

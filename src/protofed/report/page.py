@@ -14,27 +14,25 @@ from protofed.evaluation.forgetting import af_over_time
 from protofed.experiments.grid import Cell as GridCell
 from protofed.experiments.records import Unfinished
 from protofed.files import make_folder, write_text
-from protofed.methods.labels import label_of
 from protofed.report import opening, provenance
 from protofed.report.ablations import ablation_part
 from protofed.report.beneficiaries import benefits
 from protofed.report.cards import cards
 from protofed.report.cautions import cautions
 from protofed.report.charts import Curve, heat_maps, leading_rows, line_drawing, look_of
-from protofed.report.costs import device_memory, efficiency, equal_bytes
+from protofed.report.costs import device_memory, efficiency
 from protofed.report.coverage import Coverage, coverage, coverage_table
 from protofed.report.disparity import OF_EVENTS, fairness
 from protofed.report.embed import figure_values, table_values, to_json
 from protofed.report.export import Write
 from protofed.report.layout import Drawing, Missing, Part, Table
-from protofed.report.overall import equal_epsilon, headline_with_costs
+from protofed.report.overall import equal_bytes, equal_epsilon, headline_with_costs
 from protofed.report.plasticity import adaptation, frontier_part
 from protofed.report.prices import UNPRICED, privacy_table
 from protofed.report.runs import Run, find_runs
 from protofed.report.sections import Row, Section, group
-from protofed.report.sensitivity import sensitivity
+from protofed.report.sensitivity import sensitivity, tradeoff
 from protofed.report.tables import Results, compute, distances, main_matrix, mean_matrix, strata
-from protofed.report.tradeoff import tradeoff
 from protofed.report.variants import without_sweeps
 
 MAPS = (
@@ -136,6 +134,8 @@ def render(
     environment.filters.update(inline=Markup)
     results = [chapter.results for chapter in chapters]
     sections = [found.section for found in results]
+    rows = [row for section in sections for row in section.rows]
+    runs = [run for row in rows for run in row.runs]
     prices = [(found.section.title, label, price) for found in results for label, price in found.prices.items()]
     tables = [opening.overview(results), provenance.settings_table(sections)]
     tables += [coverage_table(of_grid)] if of_grid else []
@@ -148,16 +148,16 @@ def render(
         unpriced=UNPRICED if not all(price.known for _, _, price in prices) else "",
         warnings=warned,
         unfinished=unfinished,
-        n_runs=sum(len(row.runs) for section in sections for row in section.rows),
-        methods=sorted({row.method for section in sections for row in section.rows}),
-        rows=sorted({row.label for section in sections for row in section.rows}),
-        seeds=sorted({seed for section in sections for row in section.rows for seed in row.seeds}),
-        widths=provenance.widths(sections),
+        n_runs=len(runs),
+        methods={row.method for row in rows},
+        rows={row.label for row in rows},
+        seeds=sorted({run.seed for run in runs}),
+        widths=sorted({width for run in runs if (width := run.settings.get("backbone.width"))}),
         lacking=[(cell.folder, state) for cell, state in of_grid.lacking] if of_grid else [],
         of_grid=of_grid,
-        claim=provenance.claim_of(run for section in sections for row in section.rows for run in row.runs),
-        environments=provenance.environments(sections),
-        commands=provenance.commands(sections),
+        claim=provenance.claim_of(runs),
+        environments=provenance.environments(runs),
+        commands=provenance.commands(runs),
         usual=provenance.usual_settings(sections),
         style=_file("style.css"),
         data=to_json(embedded(chapters, tables)),
@@ -168,11 +168,11 @@ def render(
 def embedded(chapters: Sequence[Chapter], tables: Sequence[Table]) -> dict[str, Any]:
     """The numbers of every table and figure, once, with what all figures share."""
     rows = [row for chapter in chapters for row in chapter.results.section.rows]
-    looks = {label: look_of(row) for row in rows for label in (label_of(row.runs[0].config), row.label)}
+    looks = {label: look_of(row) for row in rows for label in (row.name, row.label)}
     return {
         "tables": {table.name: table_values(table) for table in [*tables, *(t for c in chapters for t in c.tables)]},
         "figures": {drawing.name: figure_values(drawing) for chapter in chapters for drawing in chapter.drawings},
-        "looks": {label: [look.colour, look.dash] for label, look in looks.items()},
+        "looks": {label: [*look] for label, look in looks.items()},
         "first": {chapter.results.section.slug: leading_rows(chapter.results) for chapter in chapters},
         "always": [OF_EVENTS],
     }

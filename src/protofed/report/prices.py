@@ -7,12 +7,18 @@ from dataclasses import dataclass
 from protofed.errors import MissingExtra
 from protofed.privacy.accountant import Adversary, adjacency, epsilon, rounded_up
 from protofed.privacy.ledger import Ledger, Trust
-from protofed.report.layout import MISSING, Cell, Column, Line, Table
+from protofed.report.layout import MISSING, Column, Line, Table, cells_of
 from protofed.report.runs import Run
 from protofed.report.sections import Section
 
+SEEN = "PLD accountant, rounded up"
 Terms = tuple[Ledger, float, Trust]  # ledger, δ and trust
 UNPRICED = "dp-accounting is not installed, so ε is unknown here; `protofed privacy --ledger FILE` computes it"
+
+
+def epsilon_text(value: float) -> str:
+    """ε to two decimals, ∞ where nothing is promised, a dash where it is unknown."""
+    return "∞" if math.isinf(value) else MISSING if math.isnan(value) else f"{value:.2f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +52,17 @@ def price_of(ledger: Ledger, delta: float, trust: Trust) -> Price:
 def prices_of(section: Section) -> dict[str, Price]:
     """The price of every row that released something, by its label: that of the dearest of its seeds."""
     terms = {row.label: [terms_of(run) for run in row.runs if run.releases] for row in section.rows}
-    known = {one: price_of(*one) for one in dict.fromkeys(one for own in terms.values() for one in own)}  # each once
-    return {label: max((known[one] for one in own), key=_dearness) for label, own in terms.items() if own}
+    priced = {one: price_of(*one) for one in dict.fromkeys(one for own in terms.values() for one in own)}  # each once
+    return {
+        label: max((priced[one] for one in own), key=lambda price: price.released if price.known else 0.0)
+        for label, own in terms.items()
+        if own
+    }
 
 
 def terms_of(run: Run) -> Terms:
     """All that ε is computed from."""
-    return run.releases, float(run.config.get("privacy", {}).get("delta", 1e-5)), run.trust
-
-
-def _dearness(found: Price) -> float:
-    return found.released if found.known else 0.0
+    return run.releases, float(run.settings.get("privacy.delta", 1e-5)), run.trust
 
 
 def equal_groups(prices: Mapping[str, Price]) -> dict[str, tuple[str, ...]]:
@@ -84,29 +90,17 @@ def privacy_table(prices: Sequence[tuple[str, str, Price]]) -> Table | None:
     if not prices:
         return None
     several = len({title for title, _, _ in prices}) > 1
-    lines = tuple(
-        Line(f"{title}: {label}" if several else label, _price_cells(found)) for title, label, found in prices
-    )
     columns = (
-        Column("who sees the releases", "ε against", "PLD accountant, rounded up", lower_is_better=True, ranked=False),
-        Column("the server", "ε against", "central trust promises nothing against it", ranked=False),
-        Column("δ", ranked=False),
-        Column("trust", ranked=False, text=True),
-        Column("neighbouring logs", ranked=False, text=True),
-        Column("releases", ranked=False, text=True),
+        Column("who sees the releases", "ε against", SEEN, lower_is_better=True, ranked=False, show=epsilon_text),
+        Column("the server", "ε against", "central trust promises nothing against it", ranked=False, show=epsilon_text),
+        Column("δ", ranked=False, show="{:g}".format),
+        *(Column(label, ranked=False, text=True) for label in ("trust", "neighbouring logs", "releases")),
     )
-    return Table("prices", "", columns, lines, corner="private row")
-
-
-def _price_cells(found: Price) -> tuple[Cell, ...]:
-    numbers = tuple(Cell(epsilon_text(value), value=value) for value in (found.released, found.server))
-    texts = tuple(Cell(text) for text in (found.trust, adjacency(found.trust), inputs(found.ledger)))
-    return (*numbers, Cell(f"{found.delta:g}", value=found.delta), *texts)
-
-
-def epsilon_text(value: float) -> str:
-    """ε to two decimals, ∞ where nothing is promised, a dash where it is unknown."""
-    return "∞" if math.isinf(value) else MISSING if math.isnan(value) else f"{value:.2f}"
+    lines = []
+    for title, label, found in prices:
+        values = (found.released, found.server, found.delta, found.trust, adjacency(found.trust), inputs(found.ledger))
+        lines.append(Line(f"{title}: {label}" if several else label, cells_of(columns, values)))
+    return Table("prices", "", columns, tuple(lines), corner="private row")
 
 
 def _priced(ledger: Ledger, delta: float, trust: Trust, adversary: Adversary) -> float:

@@ -1,29 +1,44 @@
 """Finished runs as a report uses them: read from their records and checked."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from protofed.config import flatten
 from protofed.errors import DataError, RunFolderError
 from protofed.evaluation.exposure import EVENTS, PLACES
 from protofed.experiments.matrices import Matrix, Measure, matrices
 from protofed.experiments.records import METRICS as METRICS_FILE
-from protofed.experiments.records import Record, Unfinished, parse_config
+from protofed.experiments.records import Record, Unfinished, log_lines, parse_config
 from protofed.experiments.store import find_records
 from protofed.privacy.ledger import Ledger, Trust, parse_ledger
-from protofed.report.journal import Told, WarmUp, read_journal, read_warm_up
+from protofed.report.layout import mean_of
 from protofed.report.users import Users
 
+MAIN: Measure = ("sampled", "all", "ndcg@10")
 METRICS = ("ndcg@10", "hr@10")
 SHARES = (*PLACES.values(), *EVENTS.values())  # of A[t, t] alone; runs of earlier versions have none
+NOT_SETTINGS = ("seed", "out", "root", "device")  # they may differ between the seeds of one row
+Told = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class WarmUp:
+    """How the backbone's training in the base block went."""
+
+    steps: int  # to its best epoch
+    steps_per_epoch: int
+    stopped_early: bool  # by its validation part, not by the cap on epochs
+
+
+@dataclass(frozen=True)
 class Run:
     """One finished run."""
 
@@ -47,6 +62,20 @@ class Run:
     def n_slices(self) -> int:
         """T: the slices after the base block."""
         return max(len(matrix.values) for matrix in self.matrices.values()) - 1
+
+    @property
+    def n_candidates(self) -> int:
+        """How many items a sampled query ranks, the positive among them."""
+        return 1 + int(self.settings.get("stream.n_negatives", 99))
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """What decides the run's numbers, seed aside, by dotted names."""
+        return flat({key: value for key, value in self.config.items() if key not in NOT_SETTINGS})
+
+    def told(self, name: str) -> float:
+        """The mean of a number over the slices whose log tells it; NaN where none does."""
+        return mean_of(float(record[name]) for record in self.journal if is_number(record.get(name)))
 
 
 def find_runs(root: Path) -> tuple[tuple[Run, ...], tuple[Unfinished, ...]]:
@@ -82,6 +111,34 @@ def reported_matrices(record: Record) -> dict[Measure, Matrix]:
         where = record.path / METRICS_FILE
         raise RunFolderError(f"{where} holds no test row of {' or '.join(METRICS)}; delete its folder and run again")
     return matrices(record.metrics.filter(pc.is_in(metric, value_set=pa.array([*METRICS, *SHARES]))))
+
+
+def read_journal(log: str) -> tuple[Told, ...]:
+    """What log.jsonl tells of slices 1..T, by slice; a resumed run repeats a slice, and the last word counts."""
+    learned = [line for line in log_lines(log) if line.get("stage") == "learn" and is_number(line.get("slice"))]
+    told = {line["slice"]: line for line in learned}
+    return tuple(told[index] for index in sorted(told) if index > 0)
+
+
+def read_warm_up(log: str, most_epochs: int) -> WarmUp | None:
+    """What was told of the warm-up, of which a run tells the same whenever it resumes; None where nothing was."""
+    for line in log_lines(log):
+        if line.get("stage") == "warm-up":
+            epochs, steps, trace = (line.get(name) for name in ("epochs", "steps_per_epoch", "validation_ndcg10"))
+            if isinstance(epochs, int) and isinstance(steps, int) and isinstance(trace, list):
+                return WarmUp(epochs * steps, steps, 1 < len(trace) <= most_epochs)
+    return None
+
+
+def flat(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of nested tables by dotted names, what is no single value as text; empty tables are left out."""
+    found = {key: value for key, value in flatten(table).items() if value != {}}
+    return {key: value if isinstance(value, str | int | float | None) else str(value) for key, value in found.items()}
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _releases(record: Record) -> tuple[Ledger, Trust]:

@@ -5,19 +5,22 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from protofed.config import RunConfig, flatten
-from protofed.experiments.records import Unfinished
+import numpy as np
+
+from protofed.config import RunConfig
+from protofed.evaluation.significance import mean_and_std
 from protofed.methods.catalogue import METHODS, private_by_itself
 from protofed.methods.labels import label_of
 from protofed.methods.names import FLAGSHIP, OURS
-from protofed.report.runs import Run
+from protofed.report.layout import Estimate
+from protofed.report.runs import Run, flat
 
 TRIVIAL = tuple(name for name, entry in METHODS.items() if entry.trivial)
-NOT_SETTINGS = ("seed", "out", "root", "device")  # they may differ between the seeds of one row
 ANSWERED = ("dataset", "clients", "stream")  # what decides the queries, and so who may be compared
-AnyRun = TypeVar("AnyRun", bound=Run | Unfinished)
+DEFAULTS = flat(asdict(RunConfig()))
+NOISE, TARGET = "privacy.noise_multiplier", "privacy.target_epsilon"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,16 @@ class Row:
     label: str
     method: str
     runs: tuple[Run, ...]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the row's numbers, by dotted names."""
+        return self.runs[0].settings
+
+    @property
+    def name(self) -> str:
+        """The method with its marks, without the settings that tell it from another row of the same name."""
+        return label_of(self.runs[0].config)
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -41,14 +54,23 @@ class Row:
         return self.method in (OURS, FLAGSHIP)
 
     @property
+    def is_noised(self) -> bool:
+        """Whether the settings ask for noise: ProtoFed-SP's private mode does, and what is wrapped."""
+        by_itself = private_by_itself(self.method, self.settings.get("protofed.mode", "reference"))
+        return bool(by_itself or self.settings.get("privacy.wrap", False))
+
+    @property
     def share(self) -> str:
         """What leaves a device after the base block: nothing, private releases, or raw events and gradients."""
-        config, entry = self.runs[0].config, METHODS.get(self.method)
-        mode, scoring = config.get("protofed", {}).get("mode"), config.get("scoring", {})
+        entry, mode = METHODS.get(self.method), self.settings.get("protofed.mode")
         nothing = entry is not None and (entry.shares_nothing or (bool(entry.modes) and mode == "nothing"))
-        if nothing and not scoring.get("popularity_prior"):
+        if nothing and not self.settings.get("scoring.popularity_prior"):
             return "nothing"
-        return "private" if is_noised(config) else "raw"
+        return "private" if self.is_noised else "raw"
+
+    def over_seeds(self, value: Callable[..., float], *of: object) -> Estimate:
+        """The mean and the standard deviation of value(run, *of) over its runs."""
+        return Estimate(*mean_and_std(np.array([value(run, *of) for run in self.runs])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,34 +85,32 @@ class Section:
     cut_short: tuple[str, ...]  # folders left out because others of the same stream reach further slices
 
     @property
+    def runs(self) -> tuple[Run, ...]:
+        return tuple(run for row in self.rows for run in row.runs)
+
+    @property
     def n_slices(self) -> int:
-        return max(run.n_slices for row in self.rows for run in row.runs)
+        return max(run.n_slices for run in self.runs)
 
     @property
     def n_candidates(self) -> int:
-        """How many items a sampled query ranks, the positive among them."""
-        return 1 + int(self.rows[0].runs[0].config.get("stream", {}).get("n_negatives", 99))
+        return self.runs[0].n_candidates
 
 
 def group(runs: Sequence[Run]) -> tuple[Section, ...]:
     """Sections, those with most rows first, then by title; their rows by label, their runs by seed."""
-    sections = [_section(title, members) for title, members in by_stream(runs)]
+    members = _by(runs, lambda run: {key: run.config.get(key) for key in ANSWERED})
+    asked = [flat({key: own[0].config.get(key) for key in ANSWERED}) for own in members]
+    titles = distinct_labels([own[0].config["dataset"] for own in members], asked)
+    sections = [_section(title, own) for title, own in zip(titles, members, strict=True)]
     return tuple(sorted(sections, key=lambda section: (-len(section.rows), section.title)))
 
 
-def by_stream(runs: Sequence[AnyRun]) -> list[tuple[str, list[AnyRun]]]:
-    """Runs that are asked the same queries, under the data set's name and the settings that tell it from another."""
-    groups = _by(runs, lambda run: _canonical({key: run.config.get(key) for key in ANSWERED}))
-    asked = [flat({key: members[0].config.get(key) for key in ANSWERED}) for members in groups]
-    titles = distinct_labels([members[0].config["dataset"] for members in groups], asked)
-    return list(zip(titles, groups, strict=True))
-
-
-def alike(runs: Sequence[AnyRun]) -> list[tuple[str, list[AnyRun]]]:
+def alike(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     """Runs that differ by seed alone, under their method's name and the settings that tell it from another."""
-    groups = _by(runs, lambda run: _canonical(_settings(run)))
+    groups = _by(runs, lambda run: run.settings)
     names = [label_of(members[0].config) for members in groups]
-    settings = [flat(_settings(members[0])) for members in groups]
+    settings = [members[0].settings for members in groups]
     short = distinct_labels(names, [_without_unused_target(own) for own in settings])
     labels = short if len(set(short)) == len(short) else distinct_labels(names, settings)
     return list(zip(labels, groups, strict=True))
@@ -111,12 +131,6 @@ def distinct_labels(names: Sequence[str], settings: Sequence[Mapping[str, Any]])
     return labels
 
 
-def _usual(values: Sequence[object], default: object) -> str:
-    """The value that all share, or that more have than any other; without one the default."""
-    counts = Counter(json.dumps(value) for value in values).most_common(2)
-    return json.dumps(default) if len(counts) == 2 and counts[0][1] == counts[1][1] else counts[0][0]
-
-
 def slug(text: str) -> str:
     """A name that is safe in an id or a file name."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unnamed"
@@ -135,14 +149,10 @@ def _section(title: str, found: Sequence[Run]) -> Section:
     return Section(title, slug(title), runs[0].config["dataset"], tuple(rows), tuple(duplicates), cut_short)
 
 
-def is_noised(config: Mapping[str, Any]) -> bool:
-    """Whether the settings ask for noise: ProtoFed-SP's private mode does, and what is wrapped."""
-    ours = private_by_itself(config["method"], config.get("protofed", {}).get("mode", "reference"))
-    return bool(ours or config.get("privacy", {}).get("wrap", False))
-
-
-def _settings(run: Run | Unfinished) -> dict[str, Any]:
-    return {key: value for key, value in run.config.items() if key not in NOT_SETTINGS}
+def _usual(values: Sequence[object], default: object) -> str:
+    """The value that all share, or that more have than any other; without one the default."""
+    counts = Counter(json.dumps(value) for value in values).most_common(2)
+    return json.dumps(default) if len(counts) == 2 and counts[0][1] == counts[1][1] else counts[0][0]
 
 
 def _without_unused_target(settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -151,27 +161,9 @@ def _without_unused_target(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**settings, TARGET: DEFAULTS[TARGET]} if given else settings
 
 
-def flat_settings(run: Run) -> dict[str, Any]:
-    """What decides a run's numbers, seed aside, by dotted names."""
-    return flat(_settings(run))
-
-
-def _canonical(value: object) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
-
-
-def _by(runs: Iterable[AnyRun], key: Callable[[AnyRun], str]) -> list[list[AnyRun]]:
-    groups: dict[str, list[AnyRun]] = {}
+def _by(runs: Iterable[Run], key: Callable[[Run], Mapping[str, Any]]) -> list[list[Run]]:
+    """Runs with the same settings together."""
+    groups: dict[str, list[Run]] = {}
     for run in runs:
-        groups.setdefault(key(run), []).append(run)
+        groups.setdefault(json.dumps(key(run), sort_keys=True, default=str), []).append(run)
     return list(groups.values())
-
-
-def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested tables by dotted names, what is no single value as text; empty tables are left out."""
-    found = {key: value for key, value in flatten(table, prefix).items() if value != {}}
-    return {key: value if isinstance(value, str | int | float | None) else str(value) for key, value in found.items()}
-
-
-DEFAULTS = flat(asdict(RunConfig()))
-NOISE, TARGET = "privacy.noise_multiplier", "privacy.target_epsilon"

@@ -1,30 +1,46 @@
 """The numbers of a section: headline, distance to the best row and strata."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jaxtyping import Float
 
 from protofed.evaluation.forgetting import af, bwt, final_accuracy, fwt
 from protofed.evaluation.ranking import uniform_reference
-from protofed.evaluation.significance import Interval, mean_and_std
-from protofed.experiments.matrices import Matrix, Measure
+from protofed.experiments.matrices import Measure
 from protofed.report.intervals import Intervals, bootstrap
-from protofed.report.layout import Cell, Column, Estimate, Line, Table, interval, number, table_of_estimates
+from protofed.report.layout import (
+    MISSING,
+    Cell,
+    Column,
+    Estimate,
+    Line,
+    Table,
+    estimate_cell,
+    known,
+    mean_of,
+    table_of_estimates,
+)
 from protofed.report.prices import Price, prices_of
-from protofed.report.runs import Run
+from protofed.report.runs import MAIN, Run
 from protofed.report.sections import Row, Section
 
-MAIN: Measure = ("sampled", "all", "ndcg@10")
-NAMES = {"ndcg@10": "NDCG@10", "hr@10": "HR@10", "sampled": "sampled", "full": "full"}
+MEASURES: tuple[Measure, ...] = (  # of an overall comparison
+    MAIN,
+    ("sampled", "all", "hr@10"),
+    ("sampled", "novel", "ndcg@10"),
+    ("full", "novel", "ndcg@10"),
+)
+NAMES = {"ndcg@10": "NDCG@10", "hr@10": "HR@10"}
 HEADLINE: tuple[Measure, ...] = tuple(
     (candidates, subset, metric)
     for metric in ("ndcg@10", "hr@10")
     for candidates in ("sampled", "full")
     for subset in ("all", "novel")
 )
+PAIRS = tuple((candidates, subset) for candidates, subset, metric in HEADLINE if metric == "ndcg@10")
 STRATA = ("all", "repeat", "novel", "new_item", "known_item", "new_user", "returning", "empty_history", "unseen_item")
 EXTRA_STRATA = {
     "sampled": ("sampled_hard", "repeat", "repeat, hard", "repeats ranked against the user's own past items"),
@@ -47,19 +63,23 @@ class Results:
     intervals: Mapping[tuple[str, str], Intervals]  # by (candidates, subset)
     prices: Mapping[str, Price] = field(default_factory=dict)  # of the rows that released something
 
-    def best(self, key: str, *, trivial: bool | None = None) -> tuple[str, float]:
-        """The row with the highest mean of a column and that mean; ("", NaN) without any."""
-        rows = [row.label for row in self.section.rows if trivial is None or row.is_trivial == trivial]
-        known = [(label, self.estimates[label][key].mean) for label in rows]
-        known = [pair for pair in known if math.isfinite(pair[1])]
-        return max(known, key=lambda pair: pair[1], default=("", math.nan))
+    def mean(self, row: Row, measure: Measure = MAIN) -> float:
+        """The row's mean of a measure, the lowest there is where it has none."""
+        return known(self.estimates[row.label][key_of(measure)].mean, -math.inf)
+
+    def best(self, rows: Sequence[Row], measure: Measure) -> Row:
+        """The row with the highest mean of a measure."""
+        return max(rows, key=lambda row: self.mean(row, measure))
+
+    def ranked(self, rows: Sequence[Row]) -> list[Row]:
+        """Rows by their NDCG@10, the best first."""
+        return sorted(rows, key=lambda row: (-self.mean(row), row.label))
 
 
 def compute(section: Section) -> Results:
     """Every headline estimate of a section."""
-    pairs = sorted({(candidates, subset) for candidates, subset, _ in HEADLINE})
-    intervals = {pair: bootstrap(section, *pair) for pair in pairs}
-    estimates = {row.label: _row_estimates(row, section, intervals) for row in section.rows}
+    intervals = {pair: bootstrap(section, *pair) for pair in sorted(PAIRS)}
+    estimates = {row.label: _row_estimates(row, intervals) for row in section.rows}
     return Results(section, estimates, intervals, prices_of(section))
 
 
@@ -69,11 +89,9 @@ def key_of(measure: Measure) -> str:
     return f"{metric}/{candidates}/{subset}"
 
 
-def mean_over_slices(run: Run, measure: Measure) -> float:
+def mean_over_slices(run: Run, measure: Measure = MAIN) -> float:
     """Mean of A[t, t] over the slices t = 1..T that have queries; NaN without any."""
-    matrix = run.matrices.get(measure)
-    known = matrix.diagonal[np.isfinite(matrix.diagonal)] if matrix else np.empty(0)
-    return float(known.mean()) if len(known) else math.nan
+    return mean_of(run.matrices[measure].diagonal) if measure in run.matrices else math.nan
 
 
 def main_matrix(run: Run) -> Float[np.ndarray, "S S"]:
@@ -82,17 +100,18 @@ def main_matrix(run: Run) -> Float[np.ndarray, "S S"]:
     return run.matrices[MAIN].values if MAIN in run.matrices else np.full((size, size), np.nan)
 
 
-def continual(run: Run, n_candidates: int) -> dict[str, float]:
-    """AF, BWT, FWT and the final model's average of one run; NaN where it ranked no sampled candidates."""
+def continual(run: Run, name: str) -> float:
+    """AF, BWT, FWT or the final model's average of one run; NaN where it ranked no sampled candidates."""
     if MAIN not in run.matrices:
-        return dict.fromkeys(CONTINUAL, math.nan)
+        return math.nan
     a = main_matrix(run)
-    scratch = np.full(len(a), uniform_reference(n_candidates)["ndcg@10"])
-    return {"AF": af(a), "BWT": bwt(a), "FWT": fwt(a, scratch), "final": final_accuracy(a)}
+    if name == "FWT":
+        return fwt(a, np.full(len(a), uniform_reference(run.n_candidates)["ndcg@10"]))
+    return {"AF": af, "BWT": bwt, "final": final_accuracy}[name](a)
 
 
 def headline(results: Results) -> Table:
-    """The first table a reader sees."""
+    """Every measure of every row, with the queries and users below."""
     section = results.section
     columns = [
         Column(
@@ -100,47 +119,35 @@ def headline(results: Results) -> Table:
         )
         for candidates, subset, metric in HEADLINE
     ]
-    keys = [key_of(measure) for measure in HEADLINE] + list(CONTINUAL)
+    keys = [*map(key_of, HEADLINE), *CONTINUAL]
     rows = [(row.label, row.is_trivial, [results.estimates[row.label][key] for key in keys]) for row in section.rows]
     caption = f"{section.title}: mean of A[t, t] over slices 1 to {section.n_slices}"
-    return table_of_estimates(
-        f"{section.slug}-headline", caption, [*columns, *CONTINUAL.values()], rows, _sizes(results)
+    blank = (Cell(""),) * len(CONTINUAL)
+    users = [results.intervals[candidates, subset].n_users for candidates, subset, _ in HEADLINE]
+    footer = (
+        Line("queries", (*_counts(_n_queries(section, measure) for measure in HEADLINE), *blank)),
+        Line("users", (*_counts(users), *blank)),
     )
+    return table_of_estimates(f"{section.slug}-headline", caption, [*columns, *CONTINUAL.values()], rows, footer)
 
 
 def distances(results: Results) -> Table | None:
     """Each row's NDCG@10 minus the best row's, column by column; None where no row kept its users."""
-    pairs = [(candidates, subset) for candidates, subset, metric in HEADLINE if metric == "ndcg@10"]
-    if not any(results.intervals[pair].best for pair in pairs):
+    found = [results.intervals[pair] for pair in PAIRS]
+    if not any(intervals.best for intervals in found):
         return None
     columns = [
-        Column(
-            subset, candidates, f"minus {results.intervals[candidates, subset].best or 'the best row'}", ranked=False
-        )
-        for candidates, subset in pairs
+        Column(subset, candidates, f"minus {intervals.best or 'the best row'}", ranked=False)
+        for (candidates, subset), intervals in zip(PAIRS, found, strict=True)
     ]
-    rows = [
-        (row.label, [results.intervals[pair].behind.get(row.label) for pair in pairs]) for row in results.section.rows
-    ]
-    rows.sort(key=lambda row: (-row[1][0].mean if row[1][0] else math.inf, row[0]))
-    trivial = {row.label: row.is_trivial for row in results.section.rows}
     lines = [
-        Line(
-            label,
-            tuple(
-                _gap_cell(gap, is_best=label == results.intervals[pair].best)
-                for pair, gap in zip(pairs, gaps, strict=True)
-            ),
-            trivial[label],
-        )
-        for label, gaps in rows
+        Line(row.label, tuple(_gap_cell(intervals, row.label) for intervals in found), row.is_trivial)
+        for row in results.section.rows
     ]
-    return Table(
-        f"{results.section.slug}-distance",
-        "NDCG@10 minus that of the best row, with 95 % paired bootstrap interval over users",
-        tuple(columns),
-        tuple(lines),
-    )
+    lines.sort(key=lambda line: (-known(line.cells[0].value, -math.inf), line.label))
+    name = f"{results.section.slug}-distance"
+    caption = "NDCG@10 minus that of the best row, with 95 % paired bootstrap interval over users"
+    return Table(name, caption, tuple(columns), tuple(lines))
 
 
 def strata(section: Section, candidates: str) -> Table:
@@ -149,14 +156,13 @@ def strata(section: Section, candidates: str) -> Table:
     columns = [Column(subset.replace("_", " ")) for subset in STRATA]
     other, subset, label, hint = EXTRA_STRATA[candidates]
     extra = (other, subset, "ndcg@10")
-    if any(extra in run.matrices for row in section.rows for run in row.runs):
+    if any(extra in run.matrices for run in section.runs):
         measures.append(extra)
         columns.append(Column(label, "", hint))
     rows = [
-        (row.label, row.is_trivial, [_over_seeds(row, lambda run, m=m: mean_over_slices(run, m)) for m in measures])  # type: ignore[misc]
-        for row in section.rows
+        (row.label, row.is_trivial, [row.over_seeds(mean_over_slices, m) for m in measures]) for row in section.rows
     ]
-    counts = Line("queries", tuple(_count_cell(_n_queries(section, measure)) for measure in measures))
+    counts = Line("queries", _counts(_n_queries(section, measure) for measure in measures))
     caption = f"NDCG@10 by kind of event, {_ranked(candidates, section)}"
     return table_of_estimates(f"{section.slug}-strata-{candidates}", caption, columns, rows, (counts,))
 
@@ -166,48 +172,31 @@ def mean_matrix(row: Row) -> Float[np.ndarray, "S S"]:
     return np.asarray(np.stack([main_matrix(run) for run in row.runs]).mean(axis=0))
 
 
-def _row_estimates(row: Row, section: Section, intervals: Mapping[tuple[str, str], Intervals]) -> dict[str, Estimate]:
+def _row_estimates(row: Row, intervals: Mapping[tuple[str, str], Intervals]) -> dict[str, Estimate]:
     estimates = {}
     for measure in HEADLINE:
         candidates, subset, metric = measure
-        found = _over_seeds(row, lambda run, measure=measure: mean_over_slices(run, measure))  # type: ignore[misc]
         span = intervals[candidates, subset].of.get((row.label, metric))
-        estimates[key_of(measure)] = Estimate(found.mean, found.std, span.low, span.high) if span else found
-    by_run = [continual(run, section.n_candidates) for run in row.runs]
-    for name in CONTINUAL:
-        estimates[name] = Estimate(*mean_and_std(np.array([values[name] for values in by_run])))
-    return estimates
-
-
-def _over_seeds(row: Row, value: Callable[[Run], float]) -> Estimate:
-    return Estimate(*mean_and_std(np.array([value(run) for run in row.runs])))
-
-
-def _sizes(results: Results) -> tuple[Line, ...]:
-    queries = tuple(_count_cell(_n_queries(results.section, measure)) for measure in HEADLINE)
-    users = tuple(_count_cell(results.intervals[candidates, subset].n_users) for candidates, subset, _ in HEADLINE)
-    blank = (Cell(""),) * len(CONTINUAL)
-    return Line("queries", queries + blank), Line("users", users + blank)
+        found = row.over_seeds(mean_over_slices, measure)
+        estimates[key_of(measure)] = replace(found, low=span.low, high=span.high) if span else found
+    return estimates | {name: row.over_seeds(continual, name) for name in CONTINUAL}
 
 
 def _n_queries(section: Section, measure: Measure) -> int:
     """The queries of slices 1..T; the largest count where rows disagree (the page then warns)."""
-    counts = (_matrix_queries(run.matrices.get(measure)) for row in section.rows for run in row.runs)
-    return max(counts, default=0)
+    found = (run.matrices[measure].diagonal_queries for run in section.runs if measure in run.matrices)
+    return max((int(queries.sum()) for queries in found), default=0)
 
 
-def _matrix_queries(matrix: Matrix | None) -> int:
-    return int(matrix.diagonal_queries.sum()) if matrix else 0
-
-
-def _gap_cell(gap: Interval | None, *, is_best: bool) -> Cell:
-    if is_best:
+def _gap_cell(intervals: Intervals, label: str) -> Cell:
+    if label == intervals.best:
         return Cell("best", value=0.0, best=True)
-    return Cell(number(gap.mean), "", interval(gap.low, gap.high), gap.mean) if gap else Cell("–")
+    gap = intervals.behind.get(label)
+    return estimate_cell(Estimate(gap.mean, low=gap.low, high=gap.high)) if gap else Cell(MISSING)
 
 
-def _count_cell(count: int) -> Cell:
-    return Cell(f"{count:,}" if count else "–", value=float(count))
+def _counts(numbers: Iterable[int]) -> tuple[Cell, ...]:
+    return tuple(Cell(f"{count:,}" if count else MISSING, value=float(count)) for count in numbers)
 
 
 def _ranked(candidates: str, section: Section) -> str:

@@ -1,18 +1,17 @@
 """Rows of one method that differ in a single setting: ablations, sweeps of a number, sweeps of the noise."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
-from protofed.config import RunConfig
 from protofed.methods.catalogue import METHODS
 from protofed.methods.names import FLAGSHIP
-from protofed.report.runs import Run
-from protofed.report.sections import Row, Section, flat, flat_settings
+from protofed.report.runs import Run, flat, is_number
+from protofed.report.sections import DEFAULTS, NOISE, TARGET, Row, Section
 
-NOISE = ("privacy.target_epsilon", "privacy.noise_multiplier", "privacy.newcomer_noise")
+NOISES = (TARGET, NOISE, "privacy.newcomer_noise")
 FACTORS = {  # what Table 2 switches one at a time, and the value of the full method
     "protofed.ablate": "",
     "protofed.aggregator": "fedkmeans",
@@ -24,12 +23,11 @@ CHOSEN_AT_0 = ("protofed.prototypes", "protofed.base_history")  # 0 lets the pro
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """A row and the full one that it differs from in one factor, with the seeds both have."""
+    """A row and the full one that it differs from in one factor; they share a seed."""
 
     full: Row
     row: Row
     setting: str
-    seeds: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +36,12 @@ class Sweep:
 
     setting: str
     points: tuple[tuple[float, Row], ...]
-    chosen: tuple[Row, ...] = ()  # all else equal, the number left to the program
-
-    def labels(self) -> set[str]:
-        return {row.label for row in (*self.chosen, *(row for _, row in self.points))}
+    labels: frozenset[str]  # of these and of the rows that leave the number to the program
 
 
 def flagship(section: Section) -> Row | None:
     """Our row the page is about: nothing left out, ProtoFed before ProtoFed-SP, the private mode before others."""
-    ours = [row for row in section.rows if row.is_ours and not row_settings(row).get("protofed.ablate")]
+    ours = [row for row in section.rows if row.is_ours and not row.settings.get("protofed.ablate")]
     swept = side_rows(section)
 
     def order(row: Row) -> tuple[bool, bool, bool, int, str]:
@@ -57,14 +52,14 @@ def flagship(section: Section) -> Row | None:
 
 def row_settings(row: Row) -> dict[str, Any]:
     """What decides a row's numbers; a hyper-parameter that it leaves alone has its method's value."""
-    return hyper_defaults(row.method) | flat_settings(row.runs[0])
+    return hyper_defaults(row.method) | row.settings
 
 
 @cache
 def hyper_defaults(method: str) -> dict[str, Any]:
     """A method's own hyper-parameters by dotted names; none of a method that this version does not know."""
     own: Any = METHODS[method].method if method in METHODS else None
-    return flat(asdict(own), "hyper.") if own is not None else {}
+    return flat({"hyper": asdict(own)}) if own is not None else {}
 
 
 def ablations(section: Section) -> tuple[Ablation, ...]:
@@ -73,29 +68,26 @@ def ablations(section: Section) -> tuple[Ablation, ...]:
     found = []
     for setting, default in FACTORS.items():
         for members in _alike(ours, (setting,)):
-            full = [row for row in members if row_settings(row).get(setting, default) == default]
-            for row in members if full else ():
-                seeds = tuple(seed for seed in row.seeds if seed in full[0].seeds)
-                if row is not full[0] and seeds:
-                    found.append(Ablation(full[0], row, setting, seeds))
+            full = [row for row in members if row.settings.get(setting, default) == default][:1]
+            pairs = [(one, row) for one in full for row in members if row is not one and {*row.seeds} & {*one.seeds}]
+            found += [Ablation(one, row, setting) for one, row in pairs]
     return tuple(found)
 
 
 def sweeps(section: Section) -> tuple[Sweep, ...]:
     """Every number that at least two rows of one method differ in while all else is equal; noise is another matter."""
     found = []
-    for setting in sorted(_differing(section.rows) - set(NOISE)):
+    for setting in sorted(_differing(section.rows) - set(NOISES)):
         for members in _alike(section.rows, (setting,)):
             points = sorted(_points(members, setting), key=lambda point: point[0])
             if len({value for value, _ in points}) > 1:
-                on_axis = {row.label for _, row in points}
-                found.append(Sweep(setting, tuple(points), tuple(row for row in members if row.label not in on_axis)))
+                found.append(Sweep(setting, tuple(points), frozenset(row.label for row in members)))
     return tuple(found)
 
 
 def noise_sweeps(section: Section) -> tuple[tuple[Row, ...], ...]:
     """Rows of one method that differ in their noise alone; at least two that released something."""
-    groups = _alike(section.rows, NOISE)
+    groups = _alike(section.rows, NOISES)
     return tuple(tuple(members) for members in groups if sum(bool(row.runs[0].releases) for row in members) > 1)
 
 
@@ -106,14 +98,13 @@ def side_rows(section: Section, *, noise: bool = True) -> frozenset[str]:
 
 def swept_rows(section: Section, *, noise: bool = True) -> frozenset[str]:
     """Points of sweeps but for the row that they go out from."""
-    swept = [sweep.labels() for sweep in sweeps(section)]
-    swept += [{row.label for row in rows} for rows in noise_sweeps(section)] if noise else []
-    by_label = {row.label: row for row in section.rows}
+    swept = [sweep.labels for sweep in sweeps(section)]
+    swept += [frozenset(row.label for row in rows) for rows in noise_sweeps(section)] if noise else []
+    changed = {row.label: _distance(row) for row in section.rows}
     aside: set[str] = set()
     for labels in swept:
         often = {label: sum(label in other for other in swept) for label in labels}
-        hub = min(labels, key=lambda label: (-often[label], _distance(by_label[label]), label))
-        aside |= labels - {hub}
+        aside |= labels - {min(labels, key=lambda label: (-often[label], changed[label], label))}
     return frozenset(aside)
 
 
@@ -123,14 +114,16 @@ def without_sweeps(section: Section) -> Section:
     return replace(section, rows=tuple(row for row in section.rows if row.label not in aside))
 
 
-def without(run: Run, keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
-    """A run's settings but for some, as a value to compare."""
+def without(row: Row, keys: Iterable[str]) -> tuple[tuple[str, str], ...]:
+    """A row's settings but for some, as a value to compare."""
     gone = set(keys)
-    return tuple(sorted((key, repr(value)) for key, value in flat_settings(run).items() if key not in gone))
+    return tuple(sorted((key, repr(value)) for key, value in row.settings.items() if key not in gone))
 
 
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def common_runs(a: Row, b: Row) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
+    """The runs of two rows with the seeds that both have."""
+    first, second = (tuple(run for run in row.runs if run.seed in a.seeds and run.seed in b.seeds) for row in (a, b))
+    return first, second
 
 
 def _points(rows: Sequence[Row], setting: str) -> list[tuple[float, Row]]:
@@ -141,34 +134,19 @@ def _points(rows: Sequence[Row], setting: str) -> list[tuple[float, Row]]:
 
 def _differing(rows: Sequence[Row]) -> set[str]:
     """The settings with more than one number."""
-    numbers: dict[str, set[float]] = {}
-    for row in rows:
-        for key, value in row_settings(row).items():
-            if is_number(value):
-                numbers.setdefault(key, set()).add(value)
-    return {key for key, values in numbers.items() if len(values) > 1}
+    numbers = {(key, value) for row in rows for key, value in row_settings(row).items() if is_number(value)}
+    counts = Counter(key for key, _ in numbers)
+    return {key for key, n in counts.items() if n > 1}
 
 
 def _alike(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
     """Rows with the same settings but for some, where there are at least two."""
     groups: dict[object, list[Row]] = {}
     for row in rows:
-        groups.setdefault(without(row.runs[0], keys), []).append(row)
+        groups.setdefault(without(row, keys), []).append(row)
     return [members for members in groups.values() if len(members) > 1]
 
 
 def _distance(row: Row) -> int:
     """How many of a row's settings are not the project's defaults."""
-    return sum(_default(key) not in (None, value) for key, value in row_settings(row).items())
-
-
-def _default(key: str) -> Any:
-    value: Any = RunConfig()
-    for name in key.split("."):
-        value = getattr(value, name, None)
-    return value
-
-
-def common_runs(rows: Mapping[str, Row], seeds: Sequence[int]) -> dict[str, tuple[Run, ...]]:
-    """The rows' runs of some seeds."""
-    return {label: tuple(run for run in row.runs if run.seed in seeds) for label, row in rows.items()}
+    return sum(DEFAULTS.get(key) not in (None, value) for key, value in row_settings(row).items())

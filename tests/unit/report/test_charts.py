@@ -30,8 +30,8 @@ def test_variants_share_the_colour_of_their_method_and_differ_in_their_dashes(tm
         write_run(tmp_path / name, lambda *_: 0.5, method="ewc", settings=settings)
     (section,) = group(find_runs(tmp_path)[0])
     looks = {row.label: look_of(row) for row in section.rows}
-    assert {look.colour for look in looks.values()} == {colour_of("ewc")}
-    assert len({look.dash for look in looks.values()}) == 3
+    assert {colour for colour, _ in looks.values()} == {colour_of("ewc")}
+    assert len({dash for _, dash in looks.values()}) == 3
 
 
 def test_ours_and_the_best_trivial_row_are_among_the_eight_that_are_drawn_first(tmp_path: Path) -> None:
