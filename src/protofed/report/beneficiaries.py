@@ -7,11 +7,12 @@ from itertools import product
 import numpy as np
 import pyarrow as pa
 from jaxtyping import Float, Int
+from numpy.random import default_rng
 
 from protofed.evaluation.significance import bootstrap_difference
 from protofed.evaluation.strata import MIN_QUERIES, TERTILES, benjamini_hochberg, sign_flip_p, tertiles
 from protofed.methods.names import FROZEN, OURS
-from protofed.report.intervals import Pair, pair, users_of
+from protofed.report.intervals import Pair, asked, pair
 from protofed.report.layout import Drawing, Missing, Part
 from protofed.report.runs import Run
 from protofed.report.sections import Row, Section, slug
@@ -47,7 +48,7 @@ def benefits(results: Results) -> tuple[Part | Missing, ...]:
     if ours is None or not others:
         return (Missing(TITLE, f"it takes a {OURS} row and a row of another method"),)
     parts = [_against(results.section, ours, other) for other in others]
-    drifts = (file.drift for row in (ours, *others) for file in users_of(row.runs))
+    drifts = (rows.drift() for row in (ours, *others) for rows in asked(row.runs))
     silent = any(isinstance(part, Part) for part in parts) and all(drift is None for drift in drifts)
     return (*parts, DRIFT) if silent else (*parts,)
 
@@ -81,7 +82,11 @@ def user_gains(whole: Pair, novel: Pair | None, *, seed: int) -> Gains:
     per_user.parquet keeps sums and not single queries: a block is what a user was asked in one slice, novel events and
     repeats apart. Queries of a block flip together, which costs power and never invents evidence.
     """
-    differences, counts = _blocks(whole, novel)
+    differences, counts = whole.ours.sums - whole.other.sums, whole.counts
+    if novel is not None:
+        of_novel, n_novel = novel.ours.sums - novel.other.sums, novel.counts
+        rest = np.where(counts > n_novel, differences - of_novel, 0.0)
+        differences, counts = np.concatenate([of_novel, rest], 1), np.concatenate([n_novel, counts - n_novel], 1)
     n_blocks = (counts > 0).sum(1)
     tested = n_blocks >= MIN_QUERIES
     rows = [row[n > 0] for row, n in zip(differences[tested], counts[tested], strict=True)]
@@ -97,9 +102,7 @@ def block_p(rows: Sequence[Float[np.ndarray, " _"]], *, seed: int) -> Float[np.n
     for n in np.unique(sizes).tolist():
         members = np.flatnonzero(sizes == n).tolist()
         if n > EXACT_UP_TO:
-            p[members] = [
-                sign_flip_p(rows[u], np.random.default_rng(seed_of(seed, "sign-flip", int(u)))) for u in members
-            ]
+            p[members] = [sign_flip_p(rows[u], default_rng(seed_of(seed, "sign-flip", u))) for u in members]
             continue
         signs = np.array([(1.0, *rest) for rest in product((-1.0, 1.0), repeat=n - 1)])  # (2^(n-1), n)
         for part in np.array_split(members, 1 + len(members) * len(signs) // CELLS):
@@ -109,22 +112,12 @@ def block_p(rows: Sequence[Float[np.ndarray, " _"]], *, seed: int) -> Float[np.n
     return p
 
 
-def _blocks(whole: Pair, novel: Pair | None) -> tuple[np.ndarray, np.ndarray]:
-    """Differences of sums and numbers of queries, a column per slice and kind: novel events, then all others."""
-    sums, counts = whole.ours.sums - whole.other.sums, whole.counts
-    if novel is None:
-        return sums, counts
-    new_sums, new_counts = novel.ours.sums - novel.other.sums, novel.counts
-    rest = np.where(counts > new_counts, sums - new_sums, 0.0)
-    return np.concatenate([new_sums, rest], axis=1), np.concatenate([new_counts, counts - new_counts], axis=1)
-
-
 def groups_of(runs: Runs, whole: Pair) -> list[tuple[str, Pair]]:
     """Each group's name and tables: everybody, thirds by activity and by drift, kinds of events; those with queries."""
-    asked = whole.counts.sum(1)
+    n_asked = whole.counts.sum(1)
     groups = [("everybody", whole)]
-    for name, values in (("activity", asked.astype(np.float64)), ("drift", mean_drift(runs, whole.users))):
-        third = tertiles(values, asked > 0)
+    for name, values in (("activity", n_asked.astype(np.float64)), ("drift", mean_drift(runs, whole.users))):
+        third = tertiles(values, n_asked > 0)
         codes = reversed([*enumerate(TERTILES)])
         groups += [(f"{name}: {label} third", whole.of(third == code)) for code, label in codes]
     kinds = [(kind.replace("_", " "), pair(*runs, ("sampled", kind, "ndcg@10"))) for kind in KINDS]
@@ -137,12 +130,12 @@ def mean_drift(runs: Runs, users: pa.Array) -> Float[np.ndarray, " U"]:
 
     Drift follows from the log alone, so all runs on the same queries tell the same.
     """
-    files = (file for own in runs for file in users_of(own))
-    told = next((file.drift for file in files if file.drift is not None), None)
+    drifts = (rows.drift() for own in runs for rows in asked(own))
+    told = next((drift for drift in drifts if drift is not None), None)
     if told is None:
         return np.full(len(users), np.nan)
-    tested = told.columns["slice_tested"]
-    slices, told = range(1, 1 + int(tested.max(initial=0))), told.where(tested > 0)
+    told = told.later()
+    slices = range(1, 1 + int(told.columns["slice_tested"].max(initial=0)))
     n = (told.by_user("n", users, slices) > 0).sum(1)
     return np.where(n > 0, told.by_user("drift", users, slices).sum(1) / np.maximum(n, 1), np.nan)
 
@@ -151,7 +144,7 @@ def _dots(name: str, groups: Sequence[tuple[str, Pair]]) -> Drawing:
     rows = []
     for label, found in groups:
         n_users = int(found.counts.any(1).sum())
-        gap = bootstrap_difference(found.ours, found.other, np.random.default_rng(seed_of(0, "report", name, label)))
+        gap = bootstrap_difference(found.ours, found.other, default_rng(seed_of(0, "report", name, label)))
         rows.append((label, gap.mean, gap.low, gap.high, n_users, int(found.counts.sum()), gap.p_value))
     header = ("group", "gain", "low95", "high95", "users", "queries", "p_value")
     caption = "Gain by group (users), 95 % interval over users"

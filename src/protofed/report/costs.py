@@ -1,14 +1,31 @@
-"""What each row costs: bytes on the wire and on a device, trainable numbers, seconds; blank where none is told."""
+"""What each row costs: bytes on the wire and on a device, trainable numbers, seconds; and rows of equal cost."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
-from protofed.report.layout import MISSING, Cell, Column, Line, Missing, Part, Table, cells_of, known, mean_of, number
-from protofed.report.sections import Row, Section
+from protofed.methods.names import OURS
+from protofed.report.layout import (
+    MISSING,
+    Cell,
+    Column,
+    Line,
+    Missing,
+    Part,
+    Table,
+    beside,
+    cells_of,
+    known,
+    mean_of,
+    number,
+)
+from protofed.report.prices import UNPRICED, equal_groups
+from protofed.report.runs import MAIN
+from protofed.report.sections import Row, Section, slug
+from protofed.report.tables import CONTINUAL, MEASURES, NAMES, Results, headline, key_of, measured
+from protofed.report.variants import side_rows
 
 
 def size(value: float) -> str:
@@ -40,20 +57,23 @@ def _scaled(value: float, units: Sequence[tuple[str, float]], plain: str) -> str
     return f"{value / scale:.{digits}f} {unit}".strip()
 
 
-WIRE = "bytes, per client and round"
+WIRE, TRAINABLE = "bytes, per client and round", "trainable"
 cheap = partial(Column, lower_is_better=True)
-COLUMNS = {
+COLUMNS = {  # of what a row may tell
+    "traffic": cheap("both ways", WIRE, "up and down together", show=size),
     "bytes_up": cheap("up", WIRE, "from a client to the server in one round", show=size),
     "bytes_down": cheap("down", WIRE, "from the server to a client in one round", show=size),
-    "trainable_parameters": cheap("shared", "trainable", "numbers that learn, one copy for all", show=count),
+    "trainable_parameters": cheap("shared", TRAINABLE, "numbers that learn, one copy for all", show=count),
     "trainable_parameters_per_user": cheap(
-        "per user", "trainable", "numbers that learn, a copy for every user", show=count
+        "per user", TRAINABLE, "numbers that learn, a copy for every user", show=count
     ),
     "learn": cheap(
         "learn, s", "time", "wall clock of all slices together, mean over seeds", show=partial(number, digits=1)
     ),
+    "learn_slice": cheap("a slice", "time", "wall clock of learning, mean over slices and seeds", show=duration),
 }
-EFFICIENCY = ("trainable_parameters", "trainable_parameters_per_user", "bytes_up", "bytes_down")
+BLOCK = ("bytes_up", "bytes_down", "trainable_parameters", "trainable_parameters_per_user", "learn")
+EFFICIENCY = ("learn_slice", "trainable_parameters", "trainable_parameters_per_user", "bytes_up", "bytes_down")
 HELD = {  # what log.jsonl may tell about a client's memory, and what it is
     f"device_bytes_{name}": Column(label, "bytes a device holds", hint, ranked=False, show=size)
     for name, label, hint in (
@@ -67,67 +87,46 @@ HELD = {  # what log.jsonl may tell about a client's memory, and what it is
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """One row's costs, means over seeds; NaN where it does not tell."""
-
-    bytes_up: float
-    bytes_down: float
-    trainable_parameters: float
-    trainable_parameters_per_user: float
-    learn: float
-    slice_seconds: float
-    hardware: str
-
-    @property
-    def traffic(self) -> float:
-        return self.bytes_up + self.bytes_down
-
-    def of(self, names: Sequence[str]) -> list[float]:
-        """Some of the costs."""
-        return [getattr(self, name) for name in names]
-
-
-def cost_of(row: Row) -> Cost:
-    """What the runs of a row told about their costs."""
-    told = {name: mean_of(run.told(name) for run in row.runs) for name in EFFICIENCY}
+def cost_of(row: Row) -> dict[str, float]:
+    """What the runs of a row told about their costs, by the names in COLUMNS; NaN where they do not."""
+    told = {name: mean_of(run.told(name) for run in row.runs) for name in BLOCK[:-1]}
     learn = mean_of(run.seconds.get("learn", math.nan) for run in row.runs)
-    slices = max(run.n_slices for run in row.runs)
+    per_slice = learn / max(row.runs[0].n_slices, 1)
+    return {"traffic": told["bytes_up"] + told["bytes_down"], **told, "learn": learn, "learn_slice": per_slice}
+
+
+def hardware_of(row: Row) -> str:
+    """The devices that its runs name."""
     devices = dict.fromkeys(str(run.environment.get("device", "")) for run in row.runs)
-    hardware = ", ".join(filter(None, devices)) or MISSING
-    return Cost(**told, learn=learn, slice_seconds=learn / slices if slices else math.nan, hardware=hardware)
+    return ", ".join(filter(None, devices)) or MISSING
 
 
 def cost_block(section: Section) -> tuple[list[Column], dict[str, tuple[Cell, ...]]]:
     """The columns of the costs that at least one row tells, and their cells by row."""
     costs = {row.label: cost_of(row) for row in section.rows}
-    names = [name for name in COLUMNS if any(math.isfinite(getattr(cost, name)) for cost in costs.values())]
+    names = [name for name in BLOCK if any(math.isfinite(cost[name]) for cost in costs.values())]
     columns = [COLUMNS[name] for name in names]
-    return columns, {label: cells_of(columns, cost.of(names)) for label, cost in costs.items()}
+    return columns, {label: cells_of(columns, [cost[name] for name in names]) for label, cost in costs.items()}
 
 
 def efficiency(section: Section) -> Part | Missing:
     """The efficiency table of the paper, as far as runs tell it."""
     costs = [(row, cost_of(row)) for row in section.rows]
-    told = [(row, cost) for row, cost in costs if np.isfinite([cost.learn, cost.traffic]).any()]
+    told = [(row, cost) for row, cost in costs if math.isfinite(cost["learn"]) or math.isfinite(cost["traffic"])]
     if not told:
         return Missing("Efficiency", "no run kept its time or told its bytes")
-    columns = (
-        cheap("a slice", "time", "wall clock of learning, mean over slices and seeds", show=duration),
-        *(COLUMNS[name] for name in EFFICIENCY),
-        Column("hardware", "", "where the time was spent", ranked=False, text=True),
-    )
-    told.sort(key=lambda pair: (known(pair[1].slice_seconds, math.inf), pair[0].label))
-    lines = tuple(
-        Line(row.label, cells_of(columns, [cost.slice_seconds, *cost.of(EFFICIENCY), cost.hardware]), row.is_trivial)
-        for row, cost in told
-    )
+    hardware = Column("hardware", "", "where the time was spent", ranked=False, text=True)
+    columns = (*(COLUMNS[name] for name in EFFICIENCY), hardware)
+    lines = []
+    for row, cost in sorted(told, key=lambda pair: (known(pair[1]["learn_slice"], math.inf), pair[0].label)):
+        cells = cells_of(columns, [*(cost[name] for name in EFFICIENCY), hardware_of(row)])
+        lines.append(Line(row.label, cells, row.is_trivial))
     name = f"{section.slug}-efficiency"
     note = (
         "A dash: the method does not tell. Times compare only on the same hardware; the backbone's warm-up, which all "
         "share, is in none of them."
     )
-    return Part(name, "Efficiency", note, (Table(f"{name}-table", "", columns, lines),))
+    return Part(name, "Efficiency", note, (Table(f"{name}-table", "", columns, tuple(lines)),))
 
 
 def device_memory(section: Section) -> Part | Missing:
@@ -149,3 +148,57 @@ def device_memory(section: Section) -> Part | Missing:
         "which come and go. Rows that do not tell are left out."
     )
     return Part(name, title, note, (Table(f"{name}-table", "", columns, lines),))
+
+
+def headline_with_costs(results: Results) -> Table:
+    """The headline table, costs at its right."""
+    return beside(headline(results), *cost_block(results.section))
+
+
+def equal_epsilon(results: Results) -> Part | Missing:
+    """The private rows of each budget that at least two rows share."""
+    title, section = "At equal ε", results.section
+    if not results.prices:
+        return Missing(title, "no row released anything under a ledger")
+    aside = side_rows(section, noise=False)
+    prices = {label: price for label, price in results.prices.items() if label not in aside}
+    shared = {words: labels for words, labels in equal_groups(prices).items() if len(labels) > 1}
+    if not shared:
+        alone = "; ".join(f"{label}: {found.said()}" for label, found in prices.items())
+        return Missing(title, f"no two private rows share a budget ({alone})")
+    columns = [(Column(f"{c}, {s}", NAMES[metric]), results.of(key_of((c, s, metric)))) for c, s, metric in MEASURES]
+    columns += [(CONTINUAL[name], results.of(name)) for name in ("AF", "BWT")]
+    costs, tables = cost_block(section), []
+    for words, labels in shared.items():
+        rows = [row for row in section.rows if row.label in labels]
+        tables.append(beside(measured(f"{section.slug}-equal-{slug(words)}", words, columns, rows), *costs))
+    note = "Rows whose ledgers come to the same ε (to one decimal), δ and trust, against who sees what is released."
+    if not all(found.known for found in prices.values()):
+        note = f"{UNPRICED}: rows are grouped by what ε is computed from."
+    return Part(f"{section.slug}-equal-epsilon", title, note, tuple(tables))
+
+
+def equal_bytes(results: Results) -> Part | Missing:
+    """Rows by what a client sends and receives in a round, ProtoFed-SP's between two lines."""
+    title, section = "At equal bytes", results.section
+    aside = side_rows(section)
+    costs = [(row, cost_of(row)) for row in section.rows if row.label not in aside]
+    told = [(row, cost) for row, cost in costs if math.isfinite(cost["traffic"])]
+    if len(told) < 2 or not any(row.is_ours for row, _ in told):
+        ours = any(row.is_ours for row, _ in costs)
+        silent = f"{OURS} does not tell its bytes" if ours else f"there is no {OURS} row"
+        return Missing(title, silent if told else "no row tells bytes_up and bytes_down")
+    names = ("traffic", "bytes_up", "bytes_down")
+    measured = {MAIN: Column("sampled, all", "NDCG@10"), MEASURES[-1]: Column("full, novel", "NDCG@10")}
+    columns = (*(COLUMNS[name] for name in names), *measured.values())
+    lines = []
+    for row, cost in sorted(told, key=lambda pair: (pair[1]["traffic"], pair[0].label)):
+        accuracy = [results.estimates[row.label][key_of(measure)].mean for measure in measured]
+        values = [*(cost[name] for name in names), *accuracy]
+        lines.append(Line(row.label, cells_of(columns, values), marked=row.is_ours))
+    name = f"{section.slug}-equal-bytes"
+    note = (
+        "Fewest bytes first; the rows above ProtoFed-SP's lines send less, those below more. Rows that send nothing or "
+        "do not tell are left out."
+    )
+    return Part(name, title, note, (Table(f"{name}-table", "", columns, tuple(lines)),))

@@ -1,5 +1,6 @@
 """Confidence intervals over users: seeds averaged first, every row of a section meeting the same drawn users."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,11 +10,11 @@ import pyarrow.compute as pc
 from jaxtyping import Bool, Int
 
 from protofed.evaluation import significance
-from protofed.evaluation.significance import Interval, PerUser, average_seeds
+from protofed.evaluation.significance import PerUser, average_seeds
 from protofed.experiments.matrices import Measure
-from protofed.report.runs import MAIN, Run
+from protofed.report.layout import Estimate
+from protofed.report.runs import MAIN, SUM_COLUMN, Rows, Run
 from protofed.report.sections import Section
-from protofed.report.users import SUM_COLUMN, Rows, Users
 from protofed.seeds import seed_of
 
 
@@ -21,8 +22,8 @@ from protofed.seeds import seed_of
 class Intervals:
     """What the bootstrap of one (candidates, subset) says; a row whose users are unknown is absent."""
 
-    of: Mapping[tuple[str, str], Interval]  # by (row, metric)
-    behind: Mapping[str, Interval]  # NDCG@10 of a row minus the best row's, by row; only for the same queries
+    of: Mapping[tuple[str, str], Estimate]  # by (row, metric)
+    behind: Mapping[str, Estimate]  # NDCG@10 of a row minus the best row's, by row; only for the same queries
     best: str  # the row with the highest NDCG@10; empty without any
     n_users: int
 
@@ -54,13 +55,11 @@ def bootstrap(section: Section, candidates: str, subset: str) -> Intervals:
     draws = dict(zip(tables, significance.bootstrap_means([*tables.values()], rng, significance.DRAWS), strict=True))
     means = {key: significance.mean_over_slices(table) for key, table in tables.items()}
     labels = sorted({label for label, _ in tables}, key=lambda label: (-means[label, "ndcg@10"], label))
-    top = (labels[0], "ndcg@10")
-    comparable = [
-        (label, "ndcg@10") for label in labels if (tables[label, "ndcg@10"].counts == tables[top].counts).all()
-    ]
+    keys = [(label, "ndcg@10") for label in labels]
+    top, comparable = keys[0], [key for key in keys if (tables[key].counts == tables[keys[0]].counts).all()]
     return Intervals(
-        {key: _interval(means[key], drawn) for key, drawn in draws.items()},
-        {key[0]: _interval(means[key] - means[top], draws[key] - draws[top]) for key in comparable},
+        {key: _estimate(means[key], drawn) for key, drawn in draws.items()},
+        {key[0]: _estimate(means[key] - means[top], draws[key] - draws[top]) for key in comparable},
         labels[0],
         len(users),
     )
@@ -71,20 +70,16 @@ def per_user(
     candidates: str,
     subset: str,
     *,
-    first_slice: int = 1,
     among: pa.Array | None = None,
 ) -> tuple[dict[tuple[str, str], PerUser], pa.Array]:
     """Tables of A[t, t] by (row, metric), seeds averaged, and the users they are about: all with queries, or `among`.
 
     A row whose runs did not keep their users, or whose seeds answered different queries, is absent.
     """
-    kept = {
-        label: [_from(first_slice, file.rows(candidates, subset)) for file in users_of(own)]
-        for label, own in runs.items()
-    }
+    kept = {label: [rows.of(candidates, subset).later() for rows in asked(own)] for label, own in runs.items()}
     names = pa.chunked_array([rows.users() for own in kept.values() for rows in own], pa.string())
     users = pc.unique(names).sort() if among is None else among  # the order of the folders must not move a draw
-    slices = range(first_slice, 1 + max((run.n_slices for own in runs.values() for run in own), default=0))
+    slices = range(1, 1 + max((run.n_slices for own in runs.values() for run in own), default=0))
     tables = {label: _per_user(own, users, slices) for label, own in kept.items() if own}
     return {(label, metric): table for label, own in tables.items() for metric, table in own.items()}, users
 
@@ -101,14 +96,10 @@ def pair(
     return Pair(a, b, users)
 
 
-def users_of(runs: Sequence[Run]) -> tuple[Users, ...]:
-    """What each of a row's runs kept about its users; nothing unless all did."""
-    known = tuple(run.users for run in runs if run.users)
-    return known if len(known) == len(runs) else ()
-
-
-def _from(first_slice: int, rows: Rows) -> Rows:
-    return rows.where(rows.columns["slice_tested"] >= first_slice)
+def asked(runs: Sequence[Run]) -> list[Rows]:
+    """What the users of each of a row's runs were asked; nothing unless all kept it."""
+    known = [run.asked for run in runs if run.asked is not None]
+    return known if len(known) == len(runs) else []
 
 
 def _per_user(seeds: Sequence[Rows], users: pa.Array, slices: range) -> dict[str, PerUser]:
@@ -122,5 +113,5 @@ def _per_user(seeds: Sequence[Rows], users: pa.Array, slices: range) -> dict[str
     }
 
 
-def _interval(mean: float, draws: np.ndarray) -> Interval:
-    return Interval(mean, *significance.percentile_interval(draws, significance.LEVEL))
+def _estimate(mean: float, draws: np.ndarray) -> Estimate:
+    return Estimate(mean, math.nan, *significance.percentile_interval(draws, significance.LEVEL))

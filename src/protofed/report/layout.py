@@ -1,11 +1,12 @@
-"""Tables as values: what the page draws, what a browser sorts and what the CSV links hold."""
+"""Tables and figures as values, as the JSON that the page draws from, and as CSV."""
 
 import csv
 import io
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from protofed.files import harmless
 
 MISSING = "–"
 MOST_NAMED = 8  # rows in one sentence
+DIGITS = 5  # significant ones of a figure's numbers
+MARKS = {(True, False): "trivial", (False, True): "marked"}
 Kind = Literal["lines", "dots", "points", "users", "map"]
 
 
@@ -84,9 +87,9 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What a cell shows and what it sorts by; `spread` and `interval` are set smaller."""
+    """What a cell shows, by default that nothing is known, and what it sorts by; two of its parts are set smaller."""
 
-    text: str
+    text: str = MISSING
     spread: str = ""
     interval: str = ""
     value: float = math.nan
@@ -101,6 +104,14 @@ class Line:
     cells: tuple[Cell, ...]
     trivial: bool = False
     marked: bool = False  # drawn between two lines, for the row a table is about
+
+
+def cells_of(columns: Sequence[Column], values: Sequence[float | str]) -> tuple[Cell, ...]:
+    """The cells of a row: numbers as their columns show them, words as they are."""
+    return tuple(
+        Cell(value) if isinstance(value, str) else Cell(column.show(value), value=value)
+        for column, value in zip(columns, values, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,36 +145,10 @@ class Missing:
     why: str
 
 
-def cells_of(columns: Sequence[Column], values: Sequence[float | str]) -> tuple[Cell, ...]:
-    """The cells of a row: numbers as their columns show them, words as they are."""
-    return tuple(
-        Cell(value) if isinstance(value, str) else Cell(column.show(value), value=value)
-        for column, value in zip(columns, values, strict=True)
-    )
-
-
-def table_of_estimates(
-    name: str,
-    caption: str,
-    columns: Sequence[Column],
-    rows: Sequence[tuple[str, bool, Sequence[Estimate]]],
-    footer: tuple[Line, ...] = (),
-) -> Table:
-    """Rows of (label, is it trivial, estimates), the best first by the first column, the best of each column marked."""
-    rows = sorted(rows, key=lambda row: (-known(row[2][0].mean, -math.inf), row[0]))
-    by_column = [[row[2][place] for row in rows] for place in range(len(columns))]
-    cells = [estimate_cells(column, estimates) for column, estimates in zip(columns, by_column, strict=True)]
-    lines = tuple(
-        Line(label, tuple(column[place] for column in cells), trivial) for place, (label, trivial, _) in enumerate(rows)
-    )
-    return Table(name, caption, tuple(columns), lines, footer)
-
-
-def estimate_cell(estimate: Estimate, digits: int = 3) -> Cell:
+def estimate_cell(e: Estimate, digits: int = 3) -> Cell:
     """A mean with its spread and its interval."""
-    spread = f"±{_short(estimate.std, digits)}" if math.isfinite(estimate.std) else ""
-    around = interval(estimate.low, estimate.high, digits)
-    return Cell(number(estimate.mean, digits), spread, around, value=estimate.mean)
+    spread = f"±{_short(e.std, digits)}" if math.isfinite(e.std) else ""
+    return Cell(number(e.mean, digits), spread, interval(e.low, e.high, digits), value=e.mean)
 
 
 def some(names: Sequence[str]) -> str:
@@ -190,6 +175,63 @@ def estimate_cells(column: Column, estimates: Sequence[Estimate]) -> list[Cell]:
     sign = -1 if column.lower_is_better else 1
     top = max(round(sign * cell.value, digits) for cell in cells if math.isfinite(cell.value))
     return [replace(cell, best=bool(top) and round(sign * cell.value, digits) == top) for cell in cells]
+
+
+def to_json(value: Any) -> str:
+    """JSON that may stand inside a <script> element."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def table_values(table: Table) -> dict[str, Any]:
+    """All that the page needs to show a table, sort it and hand out its CSV."""
+    lines, footer = (
+        [[line.label, MARKS.get((line.trivial, line.marked), ""), *map(_json_cell, line.cells)] for line in lines]
+        for lines in (table.lines, table.footer)
+    )
+    columns = [[c.label, c.group, c.hint, c.text, c.lower_is_better, c.ranked] for c in table.columns]
+    found = {"caption": table.caption, "corner": table.corner, "columns": columns, "lines": lines}
+    return found | ({"footer": footer} if footer else {})
+
+
+def figure_values(drawing: Drawing) -> dict[str, Any]:
+    """A figure's kind, words and columns; words that repeat are numbered."""
+    columns = list(zip(*drawing.rows, strict=True)) or [()] * len(drawing.header)
+    axes = [drawing.x, drawing.y, drawing.from_zero]
+    words = {"kind": drawing.kind, "caption": drawing.caption, "axes": axes, "header": list(drawing.header)}
+    return words | {"columns": [_json_column(column) for column in columns]}
+
+
+def _json_column(values: Sequence[Any]) -> Any:
+    if values and all(isinstance(value, str) for value in values):
+        words = list(dict.fromkeys(values))
+        return {"words": words, "at": [words.index(value) for value in values]}
+    return [_json_number(float(value)) for value in values]
+
+
+def _json_number(value: float) -> float | int | None:
+    if not math.isfinite(value):
+        return None
+    short = float(f"{value:.{DIGITS}g}")
+    return int(short) if short.is_integer() else short
+
+
+def _json_cell(cell: Cell) -> Any:
+    """A word alone, or text, spread, interval, whether it is best, and its value where the text is no number."""
+    told = _reads_as_number(cell.text) or math.isnan(cell.value)
+    value = None if told else "inf" if cell.value == math.inf else _json_number(cell.value)
+    parts = [cell.text, cell.spread or None, cell.interval or None, 1 if cell.best else None, value]
+    while parts[1:] and parts[-1] is None:
+        parts.pop()
+    return parts if parts[1:] else cell.text
+
+
+def _reads_as_number(text: str) -> bool:
+    try:
+        float(text.replace("\N{MINUS SIGN}", "-").replace(",", ""))
+    except ValueError:
+        return text == MISSING
+    return True
 
 
 def to_csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from protofed.experiments.matrices import Measure
 from protofed.methods.names import FLAGSHIP, OURS
-from protofed.report.layout import Cell, Column, Drawing, Estimate, Table, beside, number, some, table_of_estimates
+from protofed.report.layout import Cell, Column, Drawing, Table, beside, number, some
 from protofed.report.prices import epsilon_text
 from protofed.report.runs import MAIN
 from protofed.report.sections import Row
-from protofed.report.tables import MEASURES, NAMES, Results, key_of
+from protofed.report.tables import MEASURES, NAMES, Results, key_of, measured
 from protofed.report.variants import side_rows
 
 MOST_ROWS = 5
@@ -27,8 +27,7 @@ def our_method(results: Sequence[Results]) -> str:
 
 def sentences(found: Results) -> tuple[str, str, str]:
     """Of one data set: who wins, who wins with privacy and without sharing, and where ours loses."""
-    private = f"With privacy: {_best_private(found)}{_sharing_nothing(found)}."
-    return f"Wins: {_best(found)}; {_significant(found)}.", private, _loss(found)
+    return f"Wins: {_best(found)}; {_significant(found)}.", f"With privacy: {_private(found)}.", _loss(found)
 
 
 def across(results: Sequence[Results]) -> str:
@@ -45,7 +44,8 @@ def across(results: Sequence[Results]) -> str:
 def digest(found: Results) -> Table:
     """Five rows: the best, ours without and with noise, the best private rival and the best trivial row."""
     rows, shown = rank_rows(found), _five(found)
-    table = _table(f"{found.section.slug}-digest", [_column(measure) for measure in MEASURES], shown, [found], MEASURES)
+    columns = [(_column(measure), found.of(key_of(measure))) for measure in MEASURES]
+    table = measured(f"{found.section.slug}-digest", "", columns, shown)
     place = {row.label: 1 + sum(found.mean(other) > found.mean(row) for other in rows) for row in shown}
     standing = Column("place", "", f"by NDCG@10, sampled candidates, all events, of {len(rows)} rows", ranked=False)
     cells = {label: [Cell(f"{n} of {len(rows)}", value=float(n))] for label, n in place.items()}
@@ -56,9 +56,11 @@ def overview(results: Sequence[Results]) -> Table:
     """Rows of the overall comparison: NDCG@10 and HR@10 of every data set, as Table 1 of the paper."""
     several = len(results) > 1
     measures = MEASURES[:2] if several else MEASURES
-    columns = [_column(m, found.section.title if several else "") for found in results for m in measures]
+    columns = [
+        (_column(m, found.section.title if several else ""), found.of(key_of(m))) for found in results for m in measures
+    ]
     rows = {row.label: row for found in results for row in rows_to_compare(found)}
-    return _with_dial(_table("overview", columns, [*rows.values()], results, measures), results)
+    return _with_dial(measured("overview", "", columns, [*rows.values()]), results)
 
 
 def forest(found: Results) -> Drawing:
@@ -81,27 +83,15 @@ def rank_rows(found: Results) -> list[Row]:
     return found.ranked([row for row in rows_to_compare(found) if math.isfinite(found.mean(row))])
 
 
-def count_left_out(results: Sequence[Results]) -> int:
-    return sum(len(found.section.rows) - len(rows_to_compare(found)) for found in results)
-
-
-def _said(found: Results, row: Row) -> str:
-    return f"NDCG@10 {number(found.mean(row))}"
-
-
-def _best_private(found: Results) -> str:
-    """The best row that carries a claim, with it, and among how many."""
-    rows = _private_rows(found)
-    if not rows:
-        return "none released anything under a ledger, so no row carries a privacy claim"
-    among = f"of {len(rows)}" if len(rows) > 1 else "the only one"
-    return f"{rows[0].label} with {_said(found, rows[0])} ({found.prices[rows[0].label].words}), {among}"
-
-
-def _sharing_nothing(found: Results) -> str:
-    """The best row whose devices tell nothing after the base block."""
+def _private(found: Results) -> str:
+    """The best row that carries a claim, with it, and among how many; and the best one whose devices tell nothing."""
+    rows, words = _private_rows(found), "none released anything under a ledger, so no row carries a privacy claim"
+    if rows:
+        claim = found.prices[rows[0].label].said()
+        among = f"of {len(rows)}" if len(rows) > 1 else "the only one"
+        words = f"{rows[0].label} with NDCG@10 {number(found.mean(rows[0]))} ({claim}), {among}"
     silent = next((row for row in rank_rows(found) if row.share == "nothing"), None)
-    return f"; sharing nothing (ε = 0): {silent.label} with {number(found.mean(silent))}" if silent else ""
+    return f"{words}; sharing nothing (ε = 0): {silent.label} with {number(found.mean(silent))}" if silent else words
 
 
 def _five(found: Results) -> list[Row]:
@@ -131,9 +121,9 @@ def _best(found: Results) -> str:
         return "no row ranked sampled candidates"
     best, trivial = rows[0], next((row for row in rows if row.is_trivial), None)
     if best.is_trivial:
-        return f"{best.label}, a trivial row, with {_said(found, best)}"
+        return f"{best.label}, a trivial row, with NDCG@10 {number(found.mean(best))}"
     bar = f" (best trivial row: {trivial.label}, {number(found.mean(trivial))})" if trivial else ""
-    return f"{best.label} with {_said(found, best)}{bar}"
+    return f"{best.label} with NDCG@10 {number(found.mean(best))}{bar}"
 
 
 def _significant(found: Results) -> str:
@@ -173,37 +163,21 @@ def _column(measure: Measure, group: str = "") -> Column:
     return Column(words, group, f"{NAMES[metric]}, mean of A[t, t], {candidates} candidates, {subset} events")
 
 
-def _table(
-    name: str, columns: Sequence[Column], rows: Sequence[Row], results: Sequence[Results], measures: Sequence[Measure]
-) -> Table:
-    """The measures of every data set beside each other; blank where one has no such row."""
-    keys = [(found, key_of(measure)) for found in results for measure in measures]
-    nothing = Estimate(math.nan)
-    shown = [
-        (row.label, row.is_trivial, [found.estimates.get(row.label, {}).get(key, nothing) for found, key in keys])
-        for row in rows
-    ]
-    return table_of_estimates(name, "", columns, shown)
-
-
 def _with_dial(table: Table, results: Sequence[Results]) -> Table:
     """The table with what each row shares and its ε before the numbers; as it is where all rows share raw events."""
     shares = {row.label: row.share for found in results for row in found.section.rows}
-    spent: dict[str, list[float]] = {label: [0.0] for label, share in shares.items() if share == "nothing"}
-    for found in results:
-        for label, price in found.prices.items():
-            spent.setdefault(label, []).append(price.released)
+    spent = {label: [0.0] for label, share in shares.items() if share == "nothing"}
+    for label, price in (pair for found in results for pair in found.prices.items()):
+        spent.setdefault(label, []).append(price.released)
     if not spent:
         return table
-    cells = {label: Cell(share + _epsilon(spent.get(label, ()))) for label, share in shares.items()}
-    lines = tuple(replace(line, cells=(cells[line.label], *line.cells)) for line in table.lines)
+    words = {label: share + (_epsilon(spent[label]) if label in spent else "") for label, share in shares.items()}
+    lines = tuple(replace(line, cells=(Cell(words[line.label]), *line.cells)) for line in table.lines)
     return replace(table, columns=(DIAL, *table.columns), lines=lines)
 
 
 def _epsilon(values: Sequence[float]) -> str:
-    """The ε of the dearest data set, with a comma before it; nothing where there is no claim."""
-    if not values:
-        return ""
+    """The ε of the dearest data set, with a comma before it."""
     if any(math.isnan(value) for value in values):
         return ", unpriced"
     return f", ε = {epsilon_text(max(values)) if max(values) else '0'}"

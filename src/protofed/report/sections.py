@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from protofed.report.runs import Run, flat
 TRIVIAL = tuple(name for name, entry in METHODS.items() if entry.trivial)
 ANSWERED = ("dataset", "clients", "stream")  # what decides the queries, and so who may be compared
 DEFAULTS = flat(asdict(RunConfig()))
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 NOISE, TARGET = "privacy.noise_multiplier", "privacy.target_epsilon"
 
 
@@ -92,28 +94,14 @@ class Section:
     def n_slices(self) -> int:
         return max(run.n_slices for run in self.runs)
 
-    @property
-    def n_candidates(self) -> int:
-        return self.runs[0].n_candidates
-
 
 def group(runs: Sequence[Run]) -> tuple[Section, ...]:
     """Sections, those with most rows first, then by title; their rows by label, their runs by seed."""
-    members = _by(runs, lambda run: {key: run.config.get(key) for key in ANSWERED})
-    asked = [flat({key: own[0].config.get(key) for key in ANSWERED}) for own in members]
-    titles = distinct_labels([own[0].config["dataset"] for own in members], asked)
-    sections = [_section(title, own) for title, own in zip(titles, members, strict=True)]
+    streams = [*grouped(runs, lambda run: _as_text({key: run.config.get(key) for key in ANSWERED})).values()]
+    asked = [flat({key: own[0].config.get(key) for key in ANSWERED}) for own in streams]
+    titles = distinct_labels([own[0].config["dataset"] for own in streams], asked)
+    sections = [_section(title, own) for title, own in zip(titles, streams, strict=True)]
     return tuple(sorted(sections, key=lambda section: (-len(section.rows), section.title)))
-
-
-def alike(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
-    """Runs that differ by seed alone, under their method's name and the settings that tell it from another."""
-    groups = _by(runs, lambda run: run.settings)
-    names = [label_of(members[0].config) for members in groups]
-    settings = [members[0].settings for members in groups]
-    short = distinct_labels(names, [_without_unused_target(own) for own in settings])
-    labels = short if len(set(short)) == len(short) else distinct_labels(names, settings)
-    return list(zip(labels, groups, strict=True))
 
 
 def distinct_labels(names: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -121,14 +109,21 @@ def distinct_labels(names: Sequence[str], settings: Sequence[Mapping[str, Any]])
 
     What most have goes unsaid, and the default where no value has the majority.
     """
+    rivals = grouped(zip(names, settings, strict=True), lambda pair: pair[0])
+    usual = {name: _usual([own for _, own in pairs]) for name, pairs in rivals.items()}
     labels = []
     for name, own in zip(names, settings, strict=True):
-        rivals = [other for rival, other in zip(names, settings, strict=True) if rival == name]
-        keys = sorted({key for other in rivals for key in other})
-        usual = {key: _usual([other.get(key) for other in rivals], DEFAULTS.get(key)) for key in keys}
-        told = [key for key in keys if json.dumps(own.get(key)) != usual[key]]
+        told = [key for key, value in usual[name].items() if json.dumps(own.get(key)) != value]
         labels.append(", ".join([name, *(f"{key}={own.get(key)}" for key in told)]))
     return labels
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """The items by what the key says of each, in the order they come."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def slug(text: str) -> str:
@@ -137,33 +132,40 @@ def slug(text: str) -> str:
 
 
 def _section(title: str, found: Sequence[Run]) -> Section:
+    """The runs that reach the last slice; those that differ by seed alone are a row, the first folder of each kept."""
     longest = max(run.n_slices for run in found)
-    runs = [run for run in found if run.n_slices == longest]
     cut_short = tuple(run.folder for run in found if run.n_slices < longest)
+    groups = [*grouped((run for run in found if run.n_slices == longest), lambda run: _as_text(run.settings)).values()]
     rows, duplicates = [], []
-    for label, members in alike(runs):
-        by_seed = {run.seed: run for run in reversed(members)}  # the first folder of a seed is kept
+    for label, members in zip(_labels([members[0] for members in groups]), groups, strict=True):
+        by_seed = {run.seed: run for run in reversed(members)}
         duplicates += [run.folder for run in members if by_seed[run.seed] is not run]
         rows.append(Row(label, members[0].config["method"], tuple(by_seed[seed] for seed in sorted(by_seed))))
     rows.sort(key=lambda row: row.label)
-    return Section(title, slug(title), runs[0].config["dataset"], tuple(rows), tuple(duplicates), cut_short)
+    return Section(title, slug(title), found[0].config["dataset"], tuple(rows), tuple(duplicates), cut_short)
 
 
-def _usual(values: Sequence[object], default: object) -> str:
-    """The value that all share, or that more have than any other; without one the default."""
-    counts = Counter(json.dumps(value) for value in values).most_common(2)
-    return json.dumps(default) if len(counts) == 2 and counts[0][1] == counts[1][1] else counts[0][0]
+def _labels(runs: Sequence[Run]) -> list[str]:
+    """The method of each run with the settings that tell it from the others.
+
+    Noise that is given has no target: saying so would make a sweep's own centre the odd one out.
+    """
+    names, settings = [label_of(run.config) for run in runs], [run.settings for run in runs]
+    usual = {TARGET: DEFAULTS[TARGET]}
+    plain = [own | usual if own.get(NOISE) and not own.get(TARGET) else own for own in settings]
+    short = distinct_labels(names, plain)
+    return short if len(set(short)) == len(short) else distinct_labels(names, settings)
 
 
-def _without_unused_target(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Noise that is given has no target: saying so in a label would make a sweep's own centre the odd one out."""
-    given = settings.get(NOISE) and not settings.get(TARGET)
-    return {**settings, TARGET: DEFAULTS[TARGET]} if given else settings
+def _usual(settings: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The value of each setting that all share, or that more have than any other; without one the default."""
+    found = {}
+    for key in sorted({key for own in settings for key in own}):
+        counts = Counter(json.dumps(own.get(key)) for own in settings).most_common(2)
+        tie = len(counts) == 2 and counts[0][1] == counts[1][1]
+        found[key] = json.dumps(DEFAULTS.get(key)) if tie else counts[0][0]
+    return found
 
 
-def _by(runs: Iterable[Run], key: Callable[[Run], Mapping[str, Any]]) -> list[list[Run]]:
-    """Runs with the same settings together."""
-    groups: dict[str, list[Run]] = {}
-    for run in runs:
-        groups.setdefault(json.dumps(key(run), sort_keys=True, default=str), []).append(run)
-    return list(groups.values())
+def _as_text(settings: Mapping[str, Any]) -> str:
+    return json.dumps(settings, sort_keys=True, default=str)

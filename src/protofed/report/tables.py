@@ -1,8 +1,9 @@
 """The numbers of a section: headline, distance to the best row and strata."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from jaxtyping import Float
@@ -11,19 +12,8 @@ from protofed.evaluation.forgetting import af, bwt, final_accuracy, fwt
 from protofed.evaluation.ranking import uniform_reference
 from protofed.experiments.matrices import Measure
 from protofed.report.intervals import Intervals, bootstrap
-from protofed.report.layout import (
-    MISSING,
-    Cell,
-    Column,
-    Estimate,
-    Line,
-    Table,
-    estimate_cell,
-    known,
-    mean_of,
-    table_of_estimates,
-)
-from protofed.report.prices import Price, prices_of
+from protofed.report.layout import Cell, Column, Estimate, Line, Table, estimate_cell, estimate_cells, known, mean_of
+from protofed.report.prices import Price, ledgers_of
 from protofed.report.runs import MAIN, Run
 from protofed.report.sections import Row, Section
 
@@ -40,6 +30,8 @@ HEADLINE: tuple[Measure, ...] = tuple(
     for candidates in ("sampled", "full")
     for subset in ("all", "novel")
 )
+Say = Callable[[Row], Estimate]
+Says = Sequence[tuple[Column, Say]]
 PAIRS = tuple((candidates, subset) for candidates, subset, metric in HEADLINE if metric == "ndcg@10")
 STRATA = ("all", "repeat", "novel", "new_item", "known_item", "new_user", "returning", "empty_history", "unseen_item")
 EXTRA_STRATA = {
@@ -61,7 +53,19 @@ class Results:
     section: Section
     estimates: Mapping[str, Mapping[str, Estimate]]  # by row, then by "ndcg@10/sampled/all", "AF", ...
     intervals: Mapping[tuple[str, str], Intervals]  # by (candidates, subset)
-    prices: Mapping[str, Price] = field(default_factory=dict)  # of the rows that released something
+    ledgers: Mapping[str, Sequence[Price]]  # of the rows that released something
+
+    @property
+    def prices(self) -> dict[str, Price]:
+        """The price of every row that released something: that of the dearest of its seeds."""
+        return {
+            label: max(own, key=lambda price: price.released if price.known else 0.0)
+            for label, own in self.ledgers.items()
+        }
+
+    def of(self, key: str) -> Say:
+        """What a column with an estimate says of a row; nothing where the section has no such row."""
+        return lambda row: self.estimates.get(row.label, {}).get(key, Estimate(math.nan))
 
     def mean(self, row: Row, measure: Measure = MAIN) -> float:
         """The row's mean of a measure, the lowest there is where it has none."""
@@ -80,7 +84,7 @@ def compute(section: Section) -> Results:
     """Every headline estimate of a section."""
     intervals = {pair: bootstrap(section, *pair) for pair in sorted(PAIRS)}
     estimates = {row.label: _row_estimates(row, intervals) for row in section.rows}
-    return Results(section, estimates, intervals, prices_of(section))
+    return Results(section, estimates, intervals, ledgers_of(section))
 
 
 def key_of(measure: Measure) -> str:
@@ -110,17 +114,24 @@ def continual(run: Run, name: str) -> float:
     return {"AF": af, "BWT": bwt, "final": final_accuracy}[name](a)
 
 
+def measured(name: str, caption: str, columns: Says, rows: Sequence[Row], footer: tuple[Line, ...] = ()) -> Table:
+    """Rows by what each column says of them, the best first by the first column, the best of each column marked."""
+    found = [(row, [say(row) for _, say in columns]) for row in rows]
+    found.sort(key=lambda pair: (-known(pair[1][0].mean, -math.inf), pair[0].label))
+    cells = [estimate_cells(column, [own[place] for _, own in found]) for place, (column, _) in enumerate(columns)]
+    of_rows = zip(found, zip(*cells, strict=True), strict=True)
+    lines = tuple(Line(row.label, own, row.is_trivial) for (row, _), own in of_rows)
+    return Table(name, caption, tuple(column for column, _ in columns), lines, footer)
+
+
 def headline(results: Results) -> Table:
     """Every measure of every row, with the queries and users below."""
-    section = results.section
-    columns = [
-        Column(
-            subset, f"{NAMES[metric]} {candidates}", f"{NAMES[metric]}, {_ranked(candidates, section)}, {subset} events"
-        )
-        for candidates, subset, metric in HEADLINE
-    ]
-    keys = [*map(key_of, HEADLINE), *CONTINUAL]
-    rows = [(row.label, row.is_trivial, [results.estimates[row.label][key] for key in keys]) for row in section.rows]
+    section, columns = results.section, []
+    for candidates, subset, metric in HEADLINE:
+        hint = f"{NAMES[metric]}, {_ranked(candidates, section)}, {subset} events"
+        column = Column(subset, f"{NAMES[metric]} {candidates}", hint)
+        columns.append((column, results.of(key_of((candidates, subset, metric)))))
+    columns += [(column, results.of(name)) for name, column in CONTINUAL.items()]
     caption = f"{section.title}: mean of A[t, t] over slices 1 to {section.n_slices}"
     blank = (Cell(""),) * len(CONTINUAL)
     users = [results.intervals[candidates, subset].n_users for candidates, subset, _ in HEADLINE]
@@ -128,7 +139,7 @@ def headline(results: Results) -> Table:
         Line("queries", (*_counts(_n_queries(section, measure) for measure in HEADLINE), *blank)),
         Line("users", (*_counts(users), *blank)),
     )
-    return table_of_estimates(f"{section.slug}-headline", caption, [*columns, *CONTINUAL.values()], rows, footer)
+    return measured(f"{section.slug}-headline", caption, columns, section.rows, footer)
 
 
 def distances(results: Results) -> Table | None:
@@ -152,19 +163,15 @@ def distances(results: Results) -> Table | None:
 
 def strata(section: Section, candidates: str) -> Table:
     """NDCG@10 of every stratum of the test events."""
-    measures: list[Measure] = [(candidates, subset, "ndcg@10") for subset in STRATA]
-    columns = [Column(subset.replace("_", " ")) for subset in STRATA]
+    kinds = {(candidates, subset, "ndcg@10"): Column(subset.replace("_", " ")) for subset in STRATA}
     other, subset, label, hint = EXTRA_STRATA[candidates]
     extra = (other, subset, "ndcg@10")
     if any(extra in run.matrices for run in section.runs):
-        measures.append(extra)
-        columns.append(Column(label, "", hint))
-    rows = [
-        (row.label, row.is_trivial, [row.over_seeds(mean_over_slices, m) for m in measures]) for row in section.rows
-    ]
-    counts = Line("queries", _counts(_n_queries(section, measure) for measure in measures))
+        kinds[extra] = Column(label, "", hint)
+    columns = [(column, partial(_mean, measure=measure)) for measure, column in kinds.items()]
+    counts = Line("queries", _counts(_n_queries(section, measure) for measure in kinds))
     caption = f"NDCG@10 by kind of event, {_ranked(candidates, section)}"
-    return table_of_estimates(f"{section.slug}-strata-{candidates}", caption, columns, rows, (counts,))
+    return measured(f"{section.slug}-strata-{candidates}", caption, columns, section.rows, (counts,))
 
 
 def mean_matrix(row: Row) -> Float[np.ndarray, "S S"]:
@@ -172,12 +179,15 @@ def mean_matrix(row: Row) -> Float[np.ndarray, "S S"]:
     return np.asarray(np.stack([main_matrix(run) for run in row.runs]).mean(axis=0))
 
 
+def _mean(row: Row, measure: Measure) -> Estimate:
+    return row.over_seeds(mean_over_slices, measure)
+
+
 def _row_estimates(row: Row, intervals: Mapping[tuple[str, str], Intervals]) -> dict[str, Estimate]:
     estimates = {}
     for measure in HEADLINE:
         candidates, subset, metric = measure
-        span = intervals[candidates, subset].of.get((row.label, metric))
-        found = row.over_seeds(mean_over_slices, measure)
+        span, found = intervals[candidates, subset].of.get((row.label, metric)), _mean(row, measure)
         estimates[key_of(measure)] = replace(found, low=span.low, high=span.high) if span else found
     return estimates | {name: row.over_seeds(continual, name) for name in CONTINUAL}
 
@@ -192,12 +202,14 @@ def _gap_cell(intervals: Intervals, label: str) -> Cell:
     if label == intervals.best:
         return Cell("best", value=0.0, best=True)
     gap = intervals.behind.get(label)
-    return estimate_cell(Estimate(gap.mean, low=gap.low, high=gap.high)) if gap else Cell(MISSING)
+    return estimate_cell(gap) if gap else Cell()
 
 
 def _counts(numbers: Iterable[int]) -> tuple[Cell, ...]:
-    return tuple(Cell(f"{count:,}" if count else MISSING, value=float(count)) for count in numbers)
+    return tuple(Cell(f"{count:,}", value=float(count)) if count else Cell(value=0.0) for count in numbers)
 
 
 def _ranked(candidates: str, section: Section) -> str:
-    return "full ranking" if candidates == "full" else f"1 positive + {section.n_candidates - 1} sampled negatives"
+    return (
+        "full ranking" if candidates == "full" else f"1 positive + {section.runs[0].n_candidates - 1} sampled negatives"
+    )

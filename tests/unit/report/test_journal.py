@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from protofed.report.plasticity import traces
 from protofed.report.runs import Run, Told, read_journal
+from protofed.report.slices import traces
 
 LINES = """{"slice": 0, "stage": "warm-up", "epochs": 3, "validation_ndcg10": [0.1]}
 {"slice": 0, "stage": "learn", "bytes_up": 999}
