@@ -17,7 +17,7 @@ from protofed.report.layout import Drawing, Missing, Part
 from protofed.report.runs import Run
 from protofed.report.sections import Row, Section, slug
 from protofed.report.tables import Results
-from protofed.report.variants import common_runs, flagship, side_rows
+from protofed.report.variants import common_runs, compared, flagship
 from protofed.seeds import seed_of
 
 TITLE = "Who benefits"
@@ -55,8 +55,7 @@ def benefits(results: Results) -> tuple[Part | Missing, ...]:
 
 def rivals(results: Results) -> tuple[Row, ...]:
     """The best row of another method and the frozen one, without repeats."""
-    aside = side_rows(results.section)
-    others = results.ranked([row for row in results.section.rows if not row.is_ours and row.label not in aside])
+    others = results.ranked([row for row in compared(results.section) if not row.is_ours])
     return tuple(others[:1] + [row for row in others[1:] if row.method == FROZEN][:1])
 
 

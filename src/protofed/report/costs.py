@@ -25,7 +25,7 @@ from protofed.report.prices import UNPRICED, equal_groups
 from protofed.report.runs import MAIN
 from protofed.report.sections import Row, Section, slug
 from protofed.report.tables import CONTINUAL, MEASURES, NAMES, Results, headline, key_of, measured
-from protofed.report.variants import side_rows
+from protofed.report.variants import compared, side_rows
 
 
 def size(value: float) -> str:
@@ -181,8 +181,7 @@ def equal_epsilon(results: Results) -> Part | Missing:
 def equal_bytes(results: Results) -> Part | Missing:
     """Rows by what a client sends and receives in a round, ProtoFed-SP's between two lines."""
     title, section = "At equal bytes", results.section
-    aside = side_rows(section)
-    costs = [(row, cost_of(row)) for row in section.rows if row.label not in aside]
+    costs = [(row, cost_of(row)) for row in compared(section)]
     told = [(row, cost) for row, cost in costs if math.isfinite(cost["traffic"])]
     if len(told) < 2 or not any(row.is_ours for row, _ in told):
         ours = any(row.is_ours for row, _ in costs)

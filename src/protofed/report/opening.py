@@ -11,7 +11,7 @@ from protofed.report.prices import epsilon_text
 from protofed.report.runs import MAIN
 from protofed.report.sections import Row
 from protofed.report.tables import MEASURES, NAMES, Results, key_of, measured
-from protofed.report.variants import side_rows
+from protofed.report.variants import compared
 
 MOST_ROWS = 5
 WORDS = dict(zip(MEASURES, ("NDCG@10", "HR@10", "novel events", "novel events in the full ranking"), strict=True))
@@ -59,7 +59,7 @@ def overview(results: Sequence[Results]) -> Table:
     columns = [
         (_column(m, found.section.title if several else ""), found.of(key_of(m))) for found in results for m in measures
     ]
-    rows = {row.label: row for found in results for row in rows_to_compare(found)}
+    rows = {row.label: row for found in results for row in compared(found.section)}
     return _with_dial(measured("overview", "", columns, [*rows.values()]), results)
 
 
@@ -72,15 +72,9 @@ def forest(found: Results) -> Drawing:
     return Drawing(f"{found.section.slug}-forest", caption, "dots", header, rows, "NDCG@10")
 
 
-def rows_to_compare(found: Results) -> list[Row]:
-    """The rows of the overall comparison: ablations and sweeps have tables of their own."""
-    aside = side_rows(found.section)
-    return [row for row in found.section.rows if row.label not in aside]
-
-
 def rank_rows(found: Results) -> list[Row]:
-    """Those of them with an NDCG@10, the best first."""
-    return found.ranked([row for row in rows_to_compare(found) if math.isfinite(found.mean(row))])
+    """The rows of the overall comparison with an NDCG@10, the best first."""
+    return found.ranked([row for row in compared(found.section) if math.isfinite(found.mean(row))])
 
 
 def _private(found: Results) -> str:
@@ -129,7 +123,7 @@ def _best(found: Results) -> str:
 def _significant(found: Results) -> str:
     """How many rows the best one is ahead of, and those whose distance to it may be chance over users."""
     intervals = found.intervals[MAIN[0], MAIN[1]]
-    labels = [row.label for row in rows_to_compare(found)]
+    labels = [row.label for row in compared(found.section)]
     rivals = [label for label in labels if label in intervals.behind and label != intervals.best]
     if not rivals or intervals.best not in labels:
         return "nothing to compare it with"
@@ -148,7 +142,7 @@ def _loss(found: Results) -> str:
         return f"There is no {name} row."
     lost = []
     for measure, words in WORDS.items():
-        leader = found.best(rows_to_compare(found), measure)
+        leader = found.best(compared(found.section), measure)
         own, top = found.mean(ours, measure), found.mean(leader, measure)
         if top > own:
             lost.append(f"{words} {number(own)} against {number(top)} ({leader.label})")

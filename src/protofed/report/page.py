@@ -25,7 +25,7 @@ from protofed.report.runs import Run, find_runs
 from protofed.report.sections import Row, group
 from protofed.report.slices import OF_EVENTS, adaptation, exposure, frontier_part, heat_maps, over_slices, user_gap
 from protofed.report.tables import Results, compute, distances, mean_matrix, strata
-from protofed.report.variants import ablation_part, sensitivity, side_rows, tradeoff, without_sweeps
+from protofed.report.variants import ablation_part, compared, sensitivity, tradeoff, without_sweeps
 
 MAPS = (
     "Mean over seeds. Left of the framed diagonal a slice is still to come, right of it the slice is being remembered."
@@ -135,7 +135,7 @@ def render(
     return environment.from_string(_file("page.html")).render(
         chapters=chapters,
         across=opening.across(results) if len(results) > 1 else "",
-        left_out=sum(len(found.section.rows) - len(opening.rows_to_compare(found)) for found in results),
+        left_out=sum(len(found.section.rows) - len(compared(found.section)) for found in results),
         private=bool(prices),
         unpriced=UNPRICED if not all(price.known for _, _, price in prices) else "",
         warnings=warned,
@@ -189,8 +189,7 @@ def look_of(row: Row) -> tuple[str, str]:
 
 def leading_rows(found: Results) -> tuple[str, ...]:
     """What a figure shows first: our rows, the best trivial and the best private rival, then the best of all others."""
-    aside = side_rows(found.section)
-    rows = found.ranked([row for row in found.section.rows if row.label not in aside])
+    rows = found.ranked(compared(found.section))
     ours = [row for row in rows if row.is_ours][:3]
     trivial = [row for row in rows if row.is_trivial and row.label not in found.prices][:2]
     private = [row for row in rows if row.label in found.prices and not row.is_ours][:1]

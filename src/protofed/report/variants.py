@@ -118,6 +118,12 @@ def side_rows(section: Section, *, noise: bool = True) -> frozenset[str]:
     return swept_rows(section, noise=noise) | {found.row.label for found in ablations(section)}
 
 
+def compared(section: Section) -> list[Row]:
+    """The rows of an overall comparison: ablations and sweeps have tables of their own."""
+    aside = side_rows(section)
+    return [row for row in section.rows if row.label not in aside]
+
+
 def swept_rows(section: Section, *, noise: bool = True) -> frozenset[str]:
     """Points of sweeps but for the row that they go out from."""
     swept = [sweep.labels for sweep in sweeps(section)]

@@ -25,13 +25,21 @@ from protofed.report.costs import (
     size,
 )
 from protofed.report.layout import Missing, Part, interval
-from protofed.report.opening import forest, overview, rows_to_compare, sentences
+from protofed.report.opening import forest, overview, sentences
 from protofed.report.page import answers
 from protofed.report.runs import find_runs
 from protofed.report.sections import Section, group
 from protofed.report.slices import adaptation, exposure, frontier_part, user_gap
 from protofed.report.tables import MAIN, Results, compute
-from protofed.report.variants import ablation_part, ablations, common_runs, pair_with_full, sensitivity, tradeoff
+from protofed.report.variants import (
+    ablation_part,
+    ablations,
+    common_runs,
+    compared,
+    pair_with_full,
+    sensitivity,
+    tradeoff,
+)
 from protofed.seeds import seed_of
 
 FULL, ABLATED = "protofed-sp (reference)", "protofed-sp (reference, without long)"
@@ -364,7 +372,7 @@ def test_rows_within_their_intervals_are_not_said_to_be_behind(tmp_path: Path) -
 
 def test_the_first_table_and_figure_hold_the_overall_rows(results: Results) -> None:
     shown, drawn = overview([results]), forest(results)
-    labels = {row.label for row in rows_to_compare(results)}
+    labels = {row.label for row in compared(results.section)}
     assert {line.label for line in shown.lines} == labels == {row["method"] for row in table(csv_of(drawn))}
     assert ABLATED not in labels
     (row,) = [row for row in table(csv_of(drawn)) if row["method"] == FULL]
