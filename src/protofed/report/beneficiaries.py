@@ -1,52 +1,35 @@
 """Who benefits: each user's gain of ProtoFed-SP over another row, tested, and the gains of groups."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
+from numpy.random import default_rng
 
-from protofed.evaluation.significance import PerUser, bootstrap_difference
+from protofed.evaluation.significance import bootstrap_difference
 from protofed.evaluation.strata import MIN_QUERIES, TERTILES, benjamini_hochberg, sign_flip_p, tertiles
 from protofed.methods.names import FROZEN, OURS
-from protofed.report.intervals import by_user, per_user, users_of
+from protofed.report.intervals import Pair, asked, pair
 from protofed.report.layout import Drawing, Missing, Part
 from protofed.report.runs import Run
 from protofed.report.sections import Row, Section, slug
-from protofed.report.tables import MAIN, Results, key_of
-from protofed.report.variants import common_runs, flagship, side_rows
+from protofed.report.tables import Results
+from protofed.report.variants import common_runs, compared, flagship
 from protofed.seeds import seed_of
 
 TITLE = "Who benefits"
 LEVEL = 0.05
 EXACT_UP_TO = 16  # blocks of queries: 32,768 sign patterns, as the first sign may stay
 CELLS = 1 << 22
+Runs = tuple[Sequence[Run], Sequence[Run]]  # ours and the other row's, with the same seeds
 KINDS = ("new_user", "returning", "new_item", "known_item", "repeat", "novel")
 DRIFT = Missing(
     "Gains by drift",
     "per_user.parquet of these runs has no column drift; runs of this version do, so run again to see it",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two rows that answered the same queries of the same users."""
-
-    ours: PerUser
-    other: PerUser
-    users: pa.Array
-
-    @property
-    def counts(self) -> Int[np.ndarray, "U S"]:
-        return self.ours.counts
-
-    def of(self, members: Bool[np.ndarray, " U"]) -> "Pair":
-        """Some of the users."""
-        ours, other = (PerUser(table.sums[members], table.counts[members]) for table in (self.ours, self.other))
-        return Pair(ours, other, self.users.filter(pa.array(members)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,46 +47,32 @@ def benefits(results: Results) -> tuple[Part | Missing, ...]:
     ours, others = flagship(results.section), rivals(results)
     if ours is None or not others:
         return (Missing(TITLE, f"it takes a {OURS} row and a row of another method"),)
-    parts: list[Part | Missing] = []
-    for other in others:
-        seeds = [seed for seed in ours.seeds if seed in other.seeds]
-        parts.append(_against(results.section, ours, other, seeds))
-    answered = any(isinstance(part, Part) for part in parts)
-    known = any(drifts_known(row) for row in (ours, *others))
-    return (*parts,) if known or not answered else (*parts, DRIFT)
+    parts = [_against(results.section, ours, other) for other in others]
+    drifts = (rows.drift() for row in (ours, *others) for rows in asked(row.runs))
+    silent = any(isinstance(part, Part) for part in parts) and all(drift is None for drift in drifts)
+    return (*parts, DRIFT) if silent else (*parts,)
 
 
 def rivals(results: Results) -> tuple[Row, ...]:
     """The best row of another method and the frozen one, without repeats."""
-    section = results.section
-    aside = side_rows(section)
-    others = [row for row in section.rows if not row.is_ours and row.label not in aside]
-    others.sort(key=lambda row: (-np.nan_to_num(results.estimates[row.label][key_of(MAIN)].mean), row.label))
+    others = results.ranked([row for row in compared(results.section) if not row.is_ours])
     return tuple(others[:1] + [row for row in others[1:] if row.method == FROZEN][:1])
 
 
-def _against(section: Section, ours: Row, other: Row, seeds: Sequence[int]) -> Part | Missing:
+def _against(section: Section, ours: Row, other: Row) -> Part | Missing:
     title = f"{TITLE}: {ours.label} against {other.label}"
-    runs = common_runs({"ours": ours, "other": other}, seeds)
-    whole = pair(runs, "all")
-    if not seeds or whole is None:
+    runs = common_runs(ours, other)
+    whole = pair(*runs)
+    if whole is None:
         return Missing(title, "the two rows share no seed, or did not keep the same users and queries")
     name = f"{section.slug}-benefits-{slug(other.label)}"
     drawings = [_dots(f"{name}-groups", groups_of(runs, whole))]
-    gains = user_gains(whole, pair(runs, "novel", whole.users), seed=0)
+    gains = user_gains(whole, pair(*runs, ("sampled", "novel", "ndcg@10"), whole.users), seed=0)
     if len(gains.p):
         drawings.insert(0, _volcano(f"{name}-volcano", gains))
-    averaged = f"seeds {', '.join(map(str, seeds))} averaged first" if len(seeds) > 1 else f"seed {seeds[0]}"
+    seeds = ", ".join(str(run.seed) for run in runs[0])
+    averaged = f"seeds {seeds} averaged first" if len(runs[0]) > 1 else f"seed {seeds}"
     return Part(name, title, _note(gains, len(whole.users), averaged), drawings=tuple(drawings))
-
-
-def pair(runs: Mapping[str, Sequence[Run]], subset: str, among: pa.Array | None = None) -> Pair | None:
-    """NDCG@10 of both rows by user and slice, sampled candidates; None where their queries differ or are unknown."""
-    tables, users = per_user(runs, "sampled", subset, among=among)
-    ours, other = tables.get(("ours", "ndcg@10")), tables.get(("other", "ndcg@10"))
-    if ours is None or other is None or not len(users) or (ours.counts != other.counts).any():
-        return None
-    return Pair(ours, other, users)
 
 
 def user_gains(whole: Pair, novel: Pair | None, *, seed: int) -> Gains:
@@ -112,7 +81,11 @@ def user_gains(whole: Pair, novel: Pair | None, *, seed: int) -> Gains:
     per_user.parquet keeps sums and not single queries: a block is what a user was asked in one slice, novel events and
     repeats apart. Queries of a block flip together, which costs power and never invents evidence.
     """
-    differences, counts = _blocks(whole, novel)
+    differences, counts = whole.ours.sums - whole.other.sums, whole.counts
+    if novel is not None:
+        of_novel, n_novel = novel.ours.sums - novel.other.sums, novel.counts
+        rest = np.where(counts > n_novel, differences - of_novel, 0.0)
+        differences, counts = np.concatenate([of_novel, rest], 1), np.concatenate([n_novel, counts - n_novel], 1)
     n_blocks = (counts > 0).sum(1)
     tested = n_blocks >= MIN_QUERIES
     rows = [row[n > 0] for row, n in zip(differences[tested], counts[tested], strict=True)]
@@ -128,9 +101,7 @@ def block_p(rows: Sequence[Float[np.ndarray, " _"]], *, seed: int) -> Float[np.n
     for n in np.unique(sizes).tolist():
         members = np.flatnonzero(sizes == n).tolist()
         if n > EXACT_UP_TO:
-            p[members] = [
-                sign_flip_p(rows[u], np.random.default_rng(seed_of(seed, "sign-flip", int(u)))) for u in members
-            ]
+            p[members] = [sign_flip_p(rows[u], default_rng(seed_of(seed, "sign-flip", u))) for u in members]
             continue
         signs = np.array([(1.0, *rest) for rest in product((-1.0, 1.0), repeat=n - 1)])  # (2^(n-1), n)
         for part in np.array_split(members, 1 + len(members) * len(signs) // CELLS):
@@ -140,56 +111,39 @@ def block_p(rows: Sequence[Float[np.ndarray, " _"]], *, seed: int) -> Float[np.n
     return p
 
 
-def _blocks(whole: Pair, novel: Pair | None) -> tuple[np.ndarray, np.ndarray]:
-    """Differences of sums and numbers of queries, a column per slice and kind: novel events, then all others."""
-    sums, counts = whole.ours.sums - whole.other.sums, whole.counts
-    if novel is None:
-        return sums, counts
-    new_sums, new_counts = novel.ours.sums - novel.other.sums, novel.counts
-    rest = np.where(counts > new_counts, sums - new_sums, 0.0)
-    return np.concatenate([new_sums, rest], axis=1), np.concatenate([new_counts, counts - new_counts], axis=1)
-
-
-def groups_of(runs: Mapping[str, Sequence[Run]], whole: Pair) -> list[tuple[str, Pair]]:
+def groups_of(runs: Runs, whole: Pair) -> list[tuple[str, Pair]]:
     """Each group's name and tables: everybody, thirds by activity and by drift, kinds of events; those with queries."""
-    asked = whole.counts.sum(1)
-    groups = [("everybody", whole), *_thirds("activity", whole, asked.astype(np.float64))]
-    groups += _thirds("drift", whole, mean_drift(runs, whole.users))
-    groups += [(kind.replace("_", " "), found) for kind in KINDS if (found := pair(runs, kind))]
+    n_asked = whole.counts.sum(1)
+    groups = [("everybody", whole)]
+    for name, values in (("activity", n_asked.astype(np.float64)), ("drift", mean_drift(runs, whole.users))):
+        third = tertiles(values, n_asked > 0)
+        codes = reversed([*enumerate(TERTILES)])
+        groups += [(f"{name}: {label} third", whole.of(third == code)) for code, label in codes]
+    kinds = [(kind.replace("_", " "), pair(*runs, ("sampled", kind, "ndcg@10"))) for kind in KINDS]
+    groups += [(label, found) for label, found in kinds if found]
     return [(label, found) for label, found in groups if found.counts.any()]
 
 
-def _thirds(name: str, whole: Pair, values: Float[np.ndarray, " U"]) -> list[tuple[str, Pair]]:
-    """The users with queries and a value, in thirds, the highest first."""
-    third = tertiles(values, whole.counts.sum(1) > 0)
-    return [(f"{name}: {label} third", whole.of(third == code)) for code, label in reversed([*enumerate(TERTILES)])]
-
-
-def mean_drift(runs: Mapping[str, Sequence[Run]], users: pa.Array) -> Float[np.ndarray, " U"]:
+def mean_drift(runs: Runs, users: pa.Array) -> Float[np.ndarray, " U"]:
     """How far each user moved per slice 1..T in which that is known; NaN without any. The first run that tells counts.
 
     Drift follows from the log alone, so all runs on the same queries tell the same.
     """
-    for file in (file for own in runs.values() for file in users_of(own)):
-        if (told := file.drift) is not None:
-            told = told.filter(pc.greater(told["slice_tested"], 0))
-            slices = range(1, max(told["slice_tested"].to_pylist(), default=0) + 1)
-            known = told.append_column("known", pa.array(np.ones(len(told))))
-            n = by_user(known, "known", users, slices).sum(1)
-            return np.where(n > 0, by_user(told, "drift", users, slices).sum(1) / np.maximum(n, 1), np.nan)
-    return np.full(len(users), np.nan)
-
-
-def drifts_known(row: Row) -> bool:
-    """Whether a run of the row tells its users' drift."""
-    return any(file.drift is not None for file in users_of(row.runs))
+    drifts = (rows.drift() for own in runs for rows in asked(own))
+    told = next((drift for drift in drifts if drift is not None), None)
+    if told is None:
+        return np.full(len(users), np.nan)
+    told = told.later()
+    slices = range(1, 1 + int(told.columns["slice_tested"].max(initial=0)))
+    n = (told.by_user("n", users, slices) > 0).sum(1)
+    return np.where(n > 0, told.by_user("drift", users, slices).sum(1) / np.maximum(n, 1), np.nan)
 
 
 def _dots(name: str, groups: Sequence[tuple[str, Pair]]) -> Drawing:
     rows = []
     for label, found in groups:
         n_users = int(found.counts.any(1).sum())
-        gap = bootstrap_difference(found.ours, found.other, np.random.default_rng(seed_of(0, "report", name, label)))
+        gap = bootstrap_difference(found.ours, found.other, default_rng(seed_of(0, "report", name, label)))
         rows.append((label, gap.mean, gap.low, gap.high, n_users, int(found.counts.sum()), gap.p_value))
     header = ("group", "gain", "low95", "high95", "users", "queries", "p_value")
     caption = "Gain by group (users), 95 % interval over users"

@@ -12,7 +12,7 @@ from protofed.inference.folder import MODEL, load
 from protofed.inference.recommender import Catalogue, Device, Recommender, items_lifted
 from protofed.privacy.draws import SystemDraws
 from protofed.report.layout import Cell, Column, Line, Missing, Part, Table
-from protofed.report.sections import Row, Section, slug
+from protofed.report.sections import Section, slug
 
 SHOWN, USERS = 5, 4  # titles in a cell, users in a table
 NOTE = (
@@ -28,23 +28,23 @@ OFFERS = (
 
 def cards(section: Section, root: Path) -> tuple[Part | Missing, ...]:
     """A part for each row of the section whose first run kept a model with prompts below `root`."""
-    kept = [(row, _folder(row, root)) for row in section.rows]
-    made = (_cards(f"{section.slug}-cards-{slug(row.label)}", row.label, at) for row, at in kept if at is not None)
-    return tuple(part for part in made if part is not None)
+    found: list[Part | Missing] = []
+    for row in section.rows:
+        folders = (root / row.runs[0].folder, root)
+        folder = next((folder for folder in folders if (folder / MODEL).is_file()), None)
+        if folder is not None:
+            found += _cards(f"{section.slug}-cards-{slug(row.label)}", row.label, folder)
+    return tuple(found)
 
 
-def _folder(row: Row, root: Path) -> Path | None:
-    return next((folder for folder in (root / row.runs[0].folder, root) if (folder / MODEL).is_file()), None)
-
-
-def _cards(name: str, label: str, folder: Path) -> Part | Missing | None:
-    """The row's cards; None where its devices use no prompt."""
+def _cards(name: str, label: str, folder: Path) -> list[Part | Missing]:
+    """The row's cards; none where its devices use no prompt."""
     title = f"What prototypes mean: {label}"
     try:
         model = load(folder)
     except RunFolderError as problem:
-        return Missing(title, str(problem))
-    return Part(name, title, NOTE, _tables(name, label, model)) if prompts_are_used(model) else None
+        return [Missing(title, str(problem))]
+    return [Part(name, title, NOTE, _tables(name, label, model))] if prompts_are_used(model) else []
 
 
 def prompts_are_used(model: Recommender) -> bool:
@@ -77,13 +77,13 @@ def _user(model: Recommender, number: int, place: int) -> Line:
     device = Device(model, state, SystemDraws(bytes(32)), learned=len(state.memory.items))
     offered = device.recommend(SHOWN, why=True)
     why = offered[0].why.prototypes if offered and offered[0].why else ()
-    cells = (
-        Cell(str(len(state.memory.items))),
-        Cell(titles(model.catalogue, state.memory.items[-SHOWN:].flip(0).tolist())),
-        Cell(", ".join(f"{p.number} ({p.weight:.0%})" for p in why) or "none used"),
-        Cell(", ".join(found.title or str(found.item) for found in offered)),
+    words = (
+        str(len(state.memory.items)),
+        titles(model.catalogue, state.memory.items[-SHOWN:].flip(0).tolist()),
+        ", ".join(f"{p.number} ({p.weight:.0%})" for p in why) or "none used",
+        ", ".join(found.title or str(found.item) for found in offered),
     )
-    return Line(f"user {number}", cells)
+    return Line(f"user {number}", tuple(map(Cell, words)))
 
 
 def titles(catalogue: Catalogue, items: Sequence[int]) -> str:

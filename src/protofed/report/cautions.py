@@ -8,9 +8,9 @@ import numpy as np
 from protofed.evaluation.ranking import LEAST_NDCG_PER_HIT, PILED_UP, check_ndcg_hr_ratio
 from protofed.experiments.records import Unfinished
 from protofed.report.layout import MOST_NAMED, some
-from protofed.report.runs import Run
+from protofed.report.runs import MAIN
 from protofed.report.sections import Section
-from protofed.report.tables import HEADLINE, MAIN, Results, key_of
+from protofed.report.tables import PAIRS, Results, key_of
 
 LEAST_WARM_UP = 500  # steps; of three logs below it a longer patience helped two (docs/more_logs.md)
 
@@ -19,10 +19,9 @@ def cautions(results: Sequence[Results], unfinished: Sequence[Unfinished]) -> tu
     """Every caution of the report, section by section."""
     found = [f"{found.section.title}: {line}" for found in results for line in _of_section(found)]
     if unfinished:
+        runs = "1 run is" if len(unfinished) == 1 else f"{len(unfinished)} runs are"
         names = ", ".join(run.folder for run in unfinished)
-        found.append(
-            f"{_count(len(unfinished), 'run is', 'runs are')} unfinished and left out of every number: {names}."
-        )
+        found.append(f"{runs} unfinished and left out of every number: {names}.")
     return tuple(found)
 
 
@@ -31,10 +30,9 @@ def _of_section(results: Results) -> Iterator[str]:
     yield from _low_ndcg(results)
     yield from _not_above_trivial(results)
     yield from _few_seeds(section)
-    yield from _other_queries(section)
-    yield from _empty_slices(section)
+    yield from _queries(section)
     yield from _short_warm_up(section)
-    without = [row.label for row in section.rows if not _has_interval(results, row.label)]
+    without = [label for label, own in results.estimates.items() if not math.isfinite(own[key_of(MAIN)].low)]
     if without:
         why = "per_user.parquet is missing or its seeds differ in queries"
         yield f"no confidence interval for {', '.join(without)}: {why}."
@@ -46,12 +44,10 @@ def _of_section(results: Results) -> Iterator[str]:
 
 def _low_ndcg(results: Results) -> Iterator[str]:
     """One sentence for all rows of a column."""
-    for candidates, subset, metric in HEADLINE:
-        if metric != "ndcg@10":
-            continue
+    for candidates, subset in PAIRS:
         low = {}
         for label, estimates in results.estimates.items():
-            ndcg, hits = (estimates[key_of((candidates, subset, name))].mean for name in (metric, "hr@10"))
+            ndcg, hits = (estimates[key_of((candidates, subset, name))].mean for name in ("ndcg@10", "hr@10"))
             if check_ndcg_hr_ratio(ndcg, hits):
                 low[label] = ndcg / hits
         if low:
@@ -63,17 +59,17 @@ def _low_ndcg(results: Results) -> Iterator[str]:
 def _not_above_trivial(results: Results) -> Iterator[str]:
     """Names those that are above where they are the fewer."""
     rows = [row for row in results.section.rows if not row.is_trivial]
-    for candidates, subset, metric in HEADLINE:
-        if metric != "ndcg@10":
-            continue
-        key = key_of((candidates, subset, metric))
-        trivial, bar = results.best(key, trivial=True)
-        above = [row.label for row in rows if not results.estimates[row.label][key].mean <= bar]
+    trivial = [row for row in results.section.rows if row.is_trivial]
+    for candidates, subset in PAIRS if trivial else ():
+        measure = (candidates, subset, "ndcg@10")
+        best = results.best(trivial, measure)
+        bar = results.mean(best, measure)
+        above = [row.label for row in rows if not results.estimates[row.label][key_of(measure)].mean <= bar]
         losers = [row.label for row in rows if row.label not in above]
-        where = f"the trivial row {trivial} ({candidates}, {subset} events, NDCG@10)"
-        if trivial and len(losers) > MOST_NAMED and len(above) < len(losers):
+        where = f"the trivial row {best.label} ({candidates}, {subset} events, NDCG@10)"
+        if len(losers) > MOST_NAMED and len(above) < len(losers):
             yield f"rows above {where}: {some(above) or 'none'}, of {len(rows)}."
-        elif trivial and losers:
+        elif losers:
             yield f"{some(losers)} not above {where}."
 
 
@@ -86,46 +82,27 @@ def _few_seeds(section: Section) -> Iterator[str]:
         yield "one seed per row: there is no spread over seeds, and small differences may be chance."
 
 
-def _other_queries(section: Section) -> Iterator[str]:
-    asked = {row.label: {_queries(run) for run in row.runs} for row in section.rows}
-    if len(set.union(*asked.values())) > 1:
+def _queries(section: Section) -> Iterator[str]:
+    """Other numbers of queries under some runs, and slices without any."""
+    asked = [run.matrices[MAIN].diagonal_queries if MAIN in run.matrices else np.empty(0) for run in section.runs]
+    if len({tuple(queries.tolist()) for queries in asked}) > 1:
         yield "rows were not tested on the same number of queries; compare them with care."
-
-
-def _empty_slices(section: Section) -> Iterator[str]:
-    runs = [run for row in section.rows for run in row.runs if MAIN in run.matrices]
-    empty = sorted({int(t) + 1 for run in runs for t in np.flatnonzero(run.matrices[MAIN].diagonal_queries == 0)})
+    empty = sorted({int(t) + 1 for queries in asked for t in np.flatnonzero(queries == 0)})
     if empty:
         yield f"no test query in slice {', '.join(map(str, empty))}, which is left out of every average."
 
 
 def _short_warm_up(section: Section) -> Iterator[str]:
     """A backbone that early stopping left next to untrained handicaps every row alike."""
-    runs = [run for row in section.rows for run in row.runs if run.warm_up is not None and run.warm_up.stopped_early]
-    runs = [run for run in runs if not run.config.get("training", {}).get("patience_steps")]
-    found = [(run, run.warm_up) for run in runs if run.warm_up is not None and run.warm_up.steps < LEAST_WARM_UP]
+    runs = [run for run in section.runs if not run.settings.get("training.patience_steps")]
+    warm_ups = [(run, run.warm_up) for run in runs if run.warm_up is not None and run.warm_up.stopped_early]
+    found = [(run, warm_up) for run, warm_up in warm_ups if warm_up.steps < LEAST_WARM_UP]
     if found:
         least, most = (pick(warm_up.steps for _, warm_up in found) for pick in (min, max))
         epoch = max(warm_up.steps_per_epoch for _, warm_up in found)
-        patience = min(int(run.config["training"]["patience"]) for run, _ in found)
+        patience = min(int(run.settings["training.patience"]) for run, _ in found)
         yield (
-            f"the backbone's warm-up was at its best after {_between(least, most)} steps, and early stopping ended it; "
-            f"with {epoch} steps an epoch, a patience of {patience} epochs may give up too soon: "
-            "run with --set training.patience_steps=300 and compare."
+            f"the backbone's warm-up was at its best after {least if least == most else f'{least} to {most}'} steps, "
+            f"and early stopping ended it; with {epoch} steps an epoch, a patience of {patience} epochs may give up "
+            "too soon: run with --set training.patience_steps=300 and compare."
         )
-
-
-def _between(least: int, most: int) -> str:
-    return str(least) if least == most else f"{least} to {most}"
-
-
-def _queries(run: Run) -> tuple[int, ...]:
-    return tuple(int(n) for n in run.matrices[MAIN].diagonal_queries) if MAIN in run.matrices else ()
-
-
-def _has_interval(results: Results, label: str) -> bool:
-    return math.isfinite(results.estimates[label][key_of(MAIN)].low)
-
-
-def _count(n: int, one: str, many: str) -> str:
-    return f"{n} {one if n == 1 else many}"

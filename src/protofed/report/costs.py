@@ -1,162 +1,31 @@
-"""What each row costs: bytes on the wire and on a device, trainable numbers, seconds; blank where none is told."""
+"""What each row costs: bytes on the wire and on a device, trainable numbers, seconds; and rows of equal cost."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from protofed.methods.names import OURS
-from protofed.report.journal import mean_told
-from protofed.report.layout import MISSING, Cell, Column, Line, Missing, Part, Table, number
-from protofed.report.runs import Run
-from protofed.report.sections import Row, Section
-from protofed.report.tables import MAIN, Results, key_of
-from protofed.report.variants import side_rows
-
-WIRE = "bytes, per client and round"
-TOLD = ("bytes_up", "bytes_down", "trainable_parameters", "trainable_parameters_per_user")
-COLUMNS: Mapping[str, Column] = {
-    "bytes_up": Column("up", WIRE, "from a client to the server in one round", lower_is_better=True),
-    "bytes_down": Column("down", WIRE, "from the server to a client in one round", lower_is_better=True),
-    "trainable_parameters": Column("shared", "trainable", "numbers that learn, one copy for all", lower_is_better=True),
-    "trainable_parameters_per_user": Column(
-        "per user", "trainable", "numbers that learn, a copy for every user", lower_is_better=True
-    ),
-    "learn": Column("learn, s", "time", "wall clock of all slices together, mean over seeds", lower_is_better=True),
-}
-MEMORY = "On-device memory"
-EFFICIENCY = ("trainable_parameters", "trainable_parameters_per_user", "bytes_up", "bytes_down")
-HELD = {  # what log.jsonl may tell about a client's memory, and what it is
-    f"device_bytes_{name}": Column(label, "bytes a device holds", hint)
-    for name, label, hint in (
-        ("backbone", "backbone", "the frozen model, all public item rows among it"),
-        ("encoders", "encoders", "what turns histories and prompts into queries"),
-        ("prototypes", "prototypes", "the library as it is sent, and decoded"),
-        ("prompts", "prompts", "the user's own, with what tracks drift and choice"),
-        ("rows", "own rows", "of the items the user met, mean over clients"),
-        ("own", "own copy", "other numbers that belong to one user alone"),
-    )
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """One row's costs, means over seeds; NaN where it does not tell."""
-
-    bytes_up: float
-    bytes_down: float
-    trainable_parameters: float
-    trainable_parameters_per_user: float
-    learn: float
-    slice_seconds: float
-    hardware: str
-
-    @property
-    def traffic(self) -> float:
-        return self.bytes_up + self.bytes_down
-
-
-def cost_of(row: Row) -> Cost:
-    """What the runs of a row told about their costs."""
-    up, down, shared, own = (_mean([mean_told(run.journal, name) for run in row.runs]) for name in TOLD)
-    learn = _mean([run.seconds.get("learn", math.nan) for run in row.runs])
-    slices = max(run.n_slices for run in row.runs)
-    return Cost(up, down, shared, own, learn, learn / slices if slices else math.nan, _hardware(row.runs))
-
-
-def cost_block(section: Section) -> tuple[list[Column], dict[str, list[Cell]]]:
-    """The columns of the costs that at least one row tells, and their cells by row."""
-    costs = {row.label: cost_of(row) for row in section.rows}
-    names = [name for name in COLUMNS if any(math.isfinite(getattr(cost, name)) for cost in costs.values())]
-    cells = {label: [_cell(name, getattr(cost, name)) for name in names] for label, cost in costs.items()}
-    return [COLUMNS[name] for name in names], cells
-
-
-def efficiency(section: Section) -> Part | Missing:
-    """The efficiency table of the paper, as far as runs tell it."""
-    costs = {row.label: cost_of(row) for row in section.rows}
-    known = {label: cost for label, cost in costs.items() if math.isfinite(cost.learn) or math.isfinite(cost.traffic)}
-    if not known:
-        return Missing("Efficiency", "no run kept its time or told its bytes")
-    columns = (
-        Column("a slice", "time", "wall clock of learning, mean over slices and seeds", lower_is_better=True),
-        COLUMNS["trainable_parameters"],
-        COLUMNS["trainable_parameters_per_user"],
-        COLUMNS["bytes_up"],
-        COLUMNS["bytes_down"],
-        Column("hardware", "", "where the time was spent", ranked=False, text=True),
-    )
-    order = sorted(known, key=lambda label: (_last(known[label].slice_seconds), label))
-    trivial = {row.label: row.is_trivial for row in section.rows}
-    lines = tuple(Line(label, _cost_cells(known[label]), trivial[label]) for label in order)
-    name = f"{section.slug}-efficiency"
-    note = (
-        "A dash: the method does not tell. Times compare only on the same hardware; the backbone's warm-up, which all "
-        "share, is in none of them."
-    )
-    return Part(name, "Efficiency", note, (Table(f"{name}-table", "", columns, lines),))
-
-
-def device_memory(section: Section) -> Part | Missing:
-    """What a client has to hold between slices, computed from shapes, for the rows that tell it."""
-    told = {
-        row.label: [_mean([mean_told(run.journal, name) for run in row.runs]) for name in HELD] for row in section.rows
-    }
-    known = {label: values for label, values in told.items() if np.isfinite(values).any()}
-    if not known:
-        return Missing(MEMORY, "no run tells it: log.jsonl holds no device_bytes_backbone")
-    shown = [place for place in range(len(HELD)) if any(math.isfinite(values[place]) for values in known.values())]
-    names = [list(HELD)[place] for place in shown]
-    sizes = {label: [values[place] for place in shown] for label, values in known.items()}
-    sizes = {label: [float(np.nansum(values)), *values] for label, values in sizes.items()}
-    order = sorted(sizes, key=lambda label: (sizes[label][0], label))
-    total = Column("together", "", "the sum of what is told", lower_is_better=True)
-    columns = (total, *(replace(HELD[name], ranked=False) for name in names))
-    lines = tuple(Line(label, tuple(Cell(size(v), value=v) for v in sizes[label])) for label in order)
-    name = f"{section.slug}-memory"
-    table = Table(f"{name}-table", "", columns, lines)
-    note = (
-        "What a client keeps between slices, from the shapes of its tensors: no optimiser state and no activations, "
-        "which come and go. Rows that do not tell are left out."
-    )
-    return Part(name, MEMORY, note, (table,))
-
-
-def equal_bytes(results: Results) -> Part | Missing:
-    """Rows by what a client sends and receives in a round, ProtoFed-SP's between two lines."""
-    section = results.section
-    aside = side_rows(section)
-    costs = {row.label: cost_of(row) for row in section.rows if row.label not in aside}
-    order = sorted((c.traffic, label) for label, c in costs.items() if math.isfinite(c.traffic))
-    ours = {row.label for row in section.rows if row.is_ours}
-    if len(order) < 2 or not ours & {label for _, label in order}:
-        silent = f"{OURS} does not tell its bytes" if ours & set(costs) else f"there is no {OURS} row"
-        return Missing("At equal bytes", silent if order else "no row tells bytes_up and bytes_down")
-    columns = (
-        Column("both ways", WIRE, "up and down together", lower_is_better=True),
-        COLUMNS["bytes_up"],
-        COLUMNS["bytes_down"],
-        Column("sampled, all", "NDCG@10"),
-        Column("full, novel", "NDCG@10"),
-    )
-    keys = (key_of(MAIN), "ndcg@10/full/novel")
-    accuracy = {label: [results.estimates[label][key].mean for key in keys] for _, label in order}
-    wire = {label: [costs[label].traffic, costs[label].bytes_up, costs[label].bytes_down] for _, label in order}
-    lines = tuple(
-        Line(
-            label,
-            (*(Cell(size(v), value=v) for v in wire[label]), *(Cell(number(v), value=v) for v in accuracy[label])),
-            marked=label in ours,
-        )
-        for _, label in order
-    )
-    name = f"{section.slug}-equal-bytes"
-    note = (
-        "Fewest bytes first; the rows above ProtoFed-SP's lines send less, those below more. Rows that send nothing or "
-        "do not tell are left out."
-    )
-    return Part(name, "At equal bytes", note, (Table(f"{name}-table", "", columns, lines),))
+from protofed.report.layout import (
+    MISSING,
+    Cell,
+    Column,
+    Line,
+    Missing,
+    Part,
+    Table,
+    beside,
+    cells_of,
+    known,
+    mean_of,
+    number,
+)
+from protofed.report.prices import UNPRICED, equal_groups
+from protofed.report.runs import MAIN
+from protofed.report.sections import Row, Section, slug
+from protofed.report.tables import CONTINUAL, MEASURES, NAMES, Results, headline, key_of, measured
+from protofed.report.variants import compared, side_rows
 
 
 def size(value: float) -> str:
@@ -177,8 +46,7 @@ def duration(seconds: float) -> str:
         return "< 1 ms" if seconds else "0 s"
     units = (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 0.001))
     unit, scale = next((unit, scale) for unit, scale in units if seconds >= scale)
-    value = seconds / scale
-    return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
+    return f"{seconds / scale:.{0 if seconds / scale >= 10 else 1}f} {unit}"
 
 
 def _scaled(value: float, units: Sequence[tuple[str, float]], plain: str) -> str:
@@ -189,26 +57,147 @@ def _scaled(value: float, units: Sequence[tuple[str, float]], plain: str) -> str
     return f"{value / scale:.{digits}f} {unit}".strip()
 
 
-def _cell(name: str, value: float) -> Cell:
-    if name == "learn":
-        return Cell(number(value, 1), value=value)
-    return Cell(size(value) if name.startswith("bytes") else count(value), value=value)
+WIRE, TRAINABLE = "bytes, per client and round", "trainable"
+cheap = partial(Column, lower_is_better=True)
+COLUMNS = {  # of what a row may tell
+    "traffic": cheap("both ways", WIRE, "up and down together", show=size),
+    "bytes_up": cheap("up", WIRE, "from a client to the server in one round", show=size),
+    "bytes_down": cheap("down", WIRE, "from the server to a client in one round", show=size),
+    "trainable_parameters": cheap("shared", TRAINABLE, "numbers that learn, one copy for all", show=count),
+    "trainable_parameters_per_user": cheap(
+        "per user", TRAINABLE, "numbers that learn, a copy for every user", show=count
+    ),
+    "learn": cheap(
+        "learn, s", "time", "wall clock of all slices together, mean over seeds", show=partial(number, digits=1)
+    ),
+    "learn_slice": cheap("a slice", "time", "wall clock of learning, mean over slices and seeds", show=duration),
+}
+BLOCK = ("bytes_up", "bytes_down", "trainable_parameters", "trainable_parameters_per_user", "learn")
+EFFICIENCY = ("learn_slice", "trainable_parameters", "trainable_parameters_per_user", "bytes_up", "bytes_down")
+HELD = {  # what log.jsonl may tell about a client's memory, and what it is
+    f"device_bytes_{name}": Column(label, "bytes a device holds", hint, ranked=False, show=size)
+    for name, label, hint in (
+        ("backbone", "backbone", "the frozen model, all public item rows among it"),
+        ("encoders", "encoders", "what turns histories and prompts into queries"),
+        ("prototypes", "prototypes", "the library as it is sent, and decoded"),
+        ("prompts", "prompts", "the user's own, with what tracks drift and choice"),
+        ("rows", "own rows", "of the items the user met, mean over clients"),
+        ("own", "own copy", "other numbers that belong to one user alone"),
+    )
+}
 
 
-def _cost_cells(cost: Cost) -> tuple[Cell, ...]:
-    learning = Cell(duration(cost.slice_seconds), value=cost.slice_seconds)
-    return (learning, *(_cell(name, getattr(cost, name)) for name in EFFICIENCY), Cell(cost.hardware))
+def cost_of(row: Row) -> dict[str, float]:
+    """What the runs of a row told about their costs, by the names in COLUMNS; NaN where they do not."""
+    told = {name: mean_of(run.told(name) for run in row.runs) for name in BLOCK[:-1]}
+    learn = mean_of(run.seconds.get("learn", math.nan) for run in row.runs)
+    per_slice = learn / max(row.runs[0].n_slices, 1)
+    return {"traffic": told["bytes_up"] + told["bytes_down"], **told, "learn": learn, "learn_slice": per_slice}
 
 
-def _hardware(runs: Sequence[Run]) -> str:
-    names = [str(run.environment.get("device", "")) for run in runs]
-    return ", ".join(dict.fromkeys(name for name in names if name)) or MISSING
+def hardware_of(row: Row) -> str:
+    """The devices that its runs name."""
+    devices = dict.fromkeys(str(run.environment.get("device", "")) for run in row.runs)
+    return ", ".join(filter(None, devices)) or MISSING
 
 
-def _mean(values: Sequence[float]) -> float:
-    known = [value for value in values if math.isfinite(value)]
-    return float(np.mean(known)) if known else math.nan
+def cost_block(section: Section) -> tuple[list[Column], dict[str, tuple[Cell, ...]]]:
+    """The columns of the costs that at least one row tells, and their cells by row."""
+    costs = {row.label: cost_of(row) for row in section.rows}
+    names = [name for name in BLOCK if any(math.isfinite(cost[name]) for cost in costs.values())]
+    columns = [COLUMNS[name] for name in names]
+    return columns, {label: cells_of(columns, [cost[name] for name in names]) for label, cost in costs.items()}
 
 
-def _last(value: float) -> float:
-    return value if math.isfinite(value) else math.inf
+def efficiency(section: Section) -> Part | Missing:
+    """The efficiency table of the paper, as far as runs tell it."""
+    costs = [(row, cost_of(row)) for row in section.rows]
+    told = [(row, cost) for row, cost in costs if math.isfinite(cost["learn"]) or math.isfinite(cost["traffic"])]
+    if not told:
+        return Missing("Efficiency", "no run kept its time or told its bytes")
+    hardware = Column("hardware", "", "where the time was spent", ranked=False, text=True)
+    columns = (*(COLUMNS[name] for name in EFFICIENCY), hardware)
+    lines = []
+    for row, cost in sorted(told, key=lambda pair: (known(pair[1]["learn_slice"], math.inf), pair[0].label)):
+        cells = cells_of(columns, [*(cost[name] for name in EFFICIENCY), hardware_of(row)])
+        lines.append(Line(row.label, cells, row.is_trivial))
+    name = f"{section.slug}-efficiency"
+    note = (
+        "A dash: the method does not tell. Times compare only on the same hardware; the backbone's warm-up, which all "
+        "share, is in none of them."
+    )
+    return Part(name, "Efficiency", note, (Table(f"{name}-table", "", columns, tuple(lines)),))
+
+
+def device_memory(section: Section) -> Part | Missing:
+    """What a client has to hold between slices, computed from shapes, for the rows that tell it."""
+    title = "On-device memory"
+    held = {row.label: np.array([mean_of(run.told(name) for run in row.runs) for name in HELD]) for row in section.rows}
+    held = {label: values for label, values in held.items() if np.isfinite(values).any()}
+    if not held:
+        return Missing(title, "no run tells it: log.jsonl holds no device_bytes_backbone")
+    shown = np.isfinite(np.array([*held.values()])).any(axis=0)
+    total = cheap("together", "", "the sum of what is told", show=size)
+    columns = (total, *(column for column, is_shown in zip(HELD.values(), shown, strict=True) if is_shown))
+    sizes = {label: [float(np.nansum(values)), *values[shown].tolist()] for label, values in held.items()}
+    order = sorted(sizes, key=lambda label: (sizes[label][0], label))
+    lines = tuple(Line(label, cells_of(columns, sizes[label])) for label in order)
+    name = f"{section.slug}-memory"
+    note = (
+        "What a client keeps between slices, from the shapes of its tensors: no optimiser state and no activations, "
+        "which come and go. Rows that do not tell are left out."
+    )
+    return Part(name, title, note, (Table(f"{name}-table", "", columns, lines),))
+
+
+def headline_with_costs(results: Results) -> Table:
+    """The headline table, costs at its right."""
+    return beside(headline(results), *cost_block(results.section))
+
+
+def equal_epsilon(results: Results) -> Part | Missing:
+    """The private rows of each budget that at least two rows share."""
+    title, section = "At equal ε", results.section
+    if not results.prices:
+        return Missing(title, "no row released anything under a ledger")
+    aside = side_rows(section, noise=False)
+    prices = {label: price for label, price in results.prices.items() if label not in aside}
+    shared = {words: labels for words, labels in equal_groups(prices).items() if len(labels) > 1}
+    if not shared:
+        alone = "; ".join(f"{label}: {found.said()}" for label, found in prices.items())
+        return Missing(title, f"no two private rows share a budget ({alone})")
+    columns = [(Column(f"{c}, {s}", NAMES[metric]), results.of(key_of((c, s, metric)))) for c, s, metric in MEASURES]
+    columns += [(CONTINUAL[name], results.of(name)) for name in ("AF", "BWT")]
+    costs, tables = cost_block(section), []
+    for words, labels in shared.items():
+        rows = [row for row in section.rows if row.label in labels]
+        tables.append(beside(measured(f"{section.slug}-equal-{slug(words)}", words, columns, rows), *costs))
+    note = "Rows whose ledgers come to the same ε (to one decimal), δ and trust, against who sees what is released."
+    if not all(found.known for found in prices.values()):
+        note = f"{UNPRICED}: rows are grouped by what ε is computed from."
+    return Part(f"{section.slug}-equal-epsilon", title, note, tuple(tables))
+
+
+def equal_bytes(results: Results) -> Part | Missing:
+    """Rows by what a client sends and receives in a round, ProtoFed-SP's between two lines."""
+    title, section = "At equal bytes", results.section
+    costs = [(row, cost_of(row)) for row in compared(section)]
+    told = [(row, cost) for row, cost in costs if math.isfinite(cost["traffic"])]
+    if len(told) < 2 or not any(row.is_ours for row, _ in told):
+        ours = any(row.is_ours for row, _ in costs)
+        silent = f"{OURS} does not tell its bytes" if ours else f"there is no {OURS} row"
+        return Missing(title, silent if told else "no row tells bytes_up and bytes_down")
+    names = ("traffic", "bytes_up", "bytes_down")
+    measured = {MAIN: Column("sampled, all", "NDCG@10"), MEASURES[-1]: Column("full, novel", "NDCG@10")}
+    columns = (*(COLUMNS[name] for name in names), *measured.values())
+    lines = []
+    for row, cost in sorted(told, key=lambda pair: (pair[1]["traffic"], pair[0].label)):
+        accuracy = [results.estimates[row.label][key_of(measure)].mean for measure in measured]
+        values = [*(cost[name] for name in names), *accuracy]
+        lines.append(Line(row.label, cells_of(columns, values), marked=row.is_ours))
+    name = f"{section.slug}-equal-bytes"
+    note = (
+        "Fewest bytes first; the rows above ProtoFed-SP's lines send less, those below more. Rows that send nothing or "
+        "do not tell are left out."
+    )
+    return Part(name, title, note, (Table(f"{name}-table", "", columns, tuple(lines)),))

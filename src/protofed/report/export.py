@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import groupby
 
 from protofed.privacy.accountant import adjacency
 from protofed.privacy.ledger import Release
-from protofed.report.costs import COLUMNS as COSTS
-from protofed.report.costs import cost_block, cost_of
-from protofed.report.layout import MISSING, Cell, Column, Line, Table, to_csv
-from protofed.report.prices import Price, Terms, price_of, terms_of
-from protofed.report.provenance import claim_of
+from protofed.report.costs import BLOCK, cost_block, cost_of, hardware_of
+from protofed.report.coverage import claim_of
+from protofed.report.layout import MISSING, Cell, Column, Estimate, Line, Table, to_csv
+from protofed.report.prices import Price
 from protofed.report.sections import Row
 from protofed.report.tables import CONTINUAL, HEADLINE, Results, distances, headline, key_of
 
@@ -19,23 +19,34 @@ TIDY = (
     *("dataset", "method", "seeds", "table", "quantity", "candidates", "subset", "stream", "minus"),
     *("mean", "std", "low95", "high95", "text"),
 )
+MARKDOWN = str.maketrans({character: f"\\{character}" for character in "\\`*_[]<>#|"})
+IN_CELLS = str.maketrans({character: f"\\{character}" for character in "[]|"})  # in bold or not
+LATEX = str.maketrans(
+    {
+        "\\": "\\textbackslash{}",
+        "~": "\\textasciitilde{}",
+        "^": "\\textasciicircum{}",
+        **{character: f"\\{character}" for character in "&%$#_{}"},
+        "±": "$\\pm$",
+        "\N{MINUS SIGN}": "$-$",
+        "–": "--",
+        "ε": "$\\varepsilon$",
+        "δ": "$\\delta$",
+        "∞": "$\\infty$",
+        "×": "$\\times$",
+        "<": "$<$",
+        ">": "$>$",
+        "|": "$|$",
+    }
+)
 Write = Callable[[Sequence[Results], Sequence[str]], str]
-
-
-@dataclass(frozen=True, slots=True)
-class Priced:
-    """The seeds of a row that released the same, and what that costs."""
-
-    row: Row
-    seeds: tuple[int, ...]
-    price: Price
 
 
 def accuracy(results: Results) -> Table:
     """The page's first table with standard deviations alone: intervals beside them are too wide for paper."""
     table = headline(results)
     lines = [replace(line, cells=tuple(replace(c, interval="") for c in line.cells)) for line in table.lines]
-    n = results.section.n_candidates - 1
+    n = results.section.runs[0].n_candidates - 1
     told = f"± standard deviation over seeds; sampled: 1 positive and {n} negatives; full: every item"
     return replace(table, caption=f"{table.caption}, {told}; lower AF is better", lines=tuple(lines), footer=())
 
@@ -54,35 +65,38 @@ def costs(results: Results, order: Sequence[Line]) -> Table | None:
         f"{results.section.title}: what a client sends and receives in a round, numbers that learn, and seconds of "
         "learning, which compare only on the same hardware; blank where a method does not tell"
     )
-    lines = tuple(Line(line.label, tuple(cells[line.label])) for line in order)
+    lines = tuple(Line(line.label, cells[line.label]) for line in order)
     return Table(f"{results.section.slug}-costs", caption, tuple(columns), lines) if columns else None
 
 
 def privacy(results: Results) -> Table | None:
     """What ε is computed from, and ε, a line for each stream of each private row; None where nothing was released."""
-    lines = tuple(
-        Line(_released_by(one, release), tuple(map(Cell, _release_words(one, release))))
-        for one in price_rows(results)
-        for release in one.price.ledger
-    )
+    lines = []
+    for row, price, release in _releases(results):
+        seeds = "" if price.seeds == row.seeds else f", seed {', '.join(map(str, price.seeds))}"  # others differ
+        cells = tuple(map(Cell, _told(price, release).values()))
+        lines.append(Line(f"{row.label}{seeds}: {release.stream}", cells))
+    if not lines:
+        return None
     caption = (
         f"{results.section.title}: what was released, and ε per user of all streams of a row together, "
-        f"against who sees what is released. {claim_of(run for row in results.section.rows for run in row.runs)}"
+        f"against who sees what is released. {claim_of(results.section.runs)}"
     )
-    return Table(f"{results.section.slug}-privacy", caption, tuple(map(Column, RELEASE)), lines) if lines else None
+    return Table(f"{results.section.slug}-privacy", caption, tuple(map(Column, RELEASE)), tuple(lines))
 
 
-def price_rows(results: Results) -> tuple[Priced, ...]:
-    """The rows that released something; seeds with different ledgers apart."""
-    known = {(price.ledger, price.delta, price.trust): price for price in results.prices.values()}
-    found: list[Priced] = []
+def _releases(results: Results) -> Iterator[tuple[Row, Price, Release]]:
+    """Every stream of every private row; seeds with different ledgers apart."""
     for row in results.section.rows:
-        groups: dict[Terms, list[int]] = {}
-        for run in row.runs:
-            if run.releases:
-                groups.setdefault(terms_of(run), []).append(run.seed)
-        found += [Priced(row, tuple(seeds), known.get(terms) or price_of(*terms)) for terms, seeds in groups.items()]
-    return tuple(found)
+        for price in results.ledgers.get(row.label, ()):
+            yield from ((row, price, release) for release in price.ledger)
+
+
+def _told(price: Price, release: Release) -> dict[str, str]:
+    epsilon = MISSING if not price.known else "∞" if math.isinf(price.released) else f"{price.released:g}"
+    noise, rate, delta = (f"{value:g}" for value in (release.noise_multiplier, release.sampling_rate, price.delta))
+    words = (noise, rate, str(release.count), str(release.uploads), delta, epsilon, price.trust, adjacency(price.trust))
+    return dict(zip(RELEASE, words, strict=True))
 
 
 def tables(results: Results) -> tuple[Table, ...]:
@@ -125,88 +139,54 @@ SUFFIXES = {".html": "html", ".htm": "html", ".md": "md", ".tex": "latex", ".csv
 
 
 def _records(results: Results) -> Iterator[dict[str, object]]:
+    dataset = results.section.title
     for row in results.section.rows:
-        about = {"dataset": results.section.title, "method": row.label, "seeds": " ".join(map(str, row.seeds))}
+        about = {"dataset": dataset, "method": row.label, "seeds": " ".join(map(str, row.seeds))}
         estimates = results.estimates[row.label]
         for candidates, subset, metric in HEADLINE:
-            found = estimates[key_of((candidates, subset, metric))]
             where = {"table": "accuracy", "quantity": metric, "candidates": candidates, "subset": subset}
-            yield about | where | _spread(found.mean, found.std, found.low, found.high)
+            yield about | where | _spread(estimates[key_of((candidates, subset, metric))])
         for name in CONTINUAL:
             where = {"table": "continual", "quantity": name, "candidates": "sampled", "subset": "all"}
-            yield about | where | _spread(estimates[name].mean, estimates[name].std)
+            yield about | where | _spread(estimates[name])
         for (candidates, subset), intervals in results.intervals.items():
             gap = intervals.behind.get(row.label)
             if gap:
                 where = {"table": "difference", "quantity": "ndcg@10", "candidates": candidates, "subset": subset}
-                yield about | where | {"minus": intervals.best} | _spread(gap.mean, math.nan, gap.low, gap.high)
+                yield about | where | {"minus": intervals.best} | _spread(gap)
         cost = cost_of(row)
-        for name in COSTS:
-            if math.isfinite(getattr(cost, name)):
-                text = cost.hardware if name == "learn" else ""
-                yield {**about, "table": "cost", "quantity": name, "mean": getattr(cost, name), "text": text}
-    for released in price_rows(results):
-        about = {"dataset": results.section.title, "method": released.row.label}
-        about |= {"seeds": " ".join(map(str, released.seeds)), "table": "privacy"}
-        for release in released.price.ledger:
-            for name, text in zip(RELEASE, _release_words(released, release), strict=True):
-                yield {**about, "stream": release.stream, "quantity": name, "text": text}
+        for name in BLOCK:
+            if math.isfinite(cost[name]):
+                text = hardware_of(row) if name == "learn" else ""
+                yield about | {"table": "cost", "quantity": name, "mean": cost[name], "text": text}
+    for row, price, release in _releases(results):
+        seeds = " ".join(map(str, price.seeds))
+        about = {"dataset": dataset, "method": row.label, "seeds": seeds, "stream": release.stream}
+        for name, text in _told(price, release).items():
+            yield {**about, "table": "privacy", "quantity": name, "text": text}
 
 
-def _spread(mean: float, std: float, low: float = math.nan, high: float = math.nan) -> dict[str, object]:
-    return {"mean": mean, "std": std, "low95": low, "high95": high}
-
-
-def _released_by(released: Priced, release: Release) -> str:
-    """The row and the stream; the seeds too, where others of the row released something else."""
-    alike = released.seeds == released.row.seeds
-    seeds = "" if alike else f", seed {', '.join(map(str, released.seeds))}"
-    return f"{released.row.label}{seeds}: {release.stream}"
-
-
-def _release_words(released: Priced, release: Release) -> tuple[str, ...]:
-    price = released.price
-    return (
-        f"{release.noise_multiplier:g}",
-        f"{release.sampling_rate:g}",
-        str(release.count),
-        str(release.uploads),
-        f"{price.delta:g}",
-        MISSING if not price.known else "∞" if math.isinf(price.released) else f"{price.released:g}",
-        price.trust,
-        adjacency(price.trust),
-    )
-
-
-def _words(cell: Cell) -> str:
-    return " ".join(part for part in (cell.text, cell.spread.replace("±", "± "), cell.interval) if part)
+def _spread(found: Estimate) -> dict[str, object]:
+    return {"mean": found.mean, "std": found.std, "low95": found.low, "high95": found.high}
 
 
 def _md_table(table: Table) -> list[str]:
     heads = [_md(" ".join(part for part in (column.group, column.label) if part)) for column in table.columns]
     lines = [f"| method | {' | '.join(heads)} |", "|---|" + "---:|" * len(heads)]
     for line in table.lines:
-        shown = [f"**{_words(cell)}**" if cell.best else _words(cell) for cell in line.cells]
-        lines.append(f"| {_md(line.label)} | {' | '.join(map(_md_bar, shown))} |")
+        words = [" ".join(filter(None, (c.text, c.spread.replace("±", "± "), c.interval))) for c in line.cells]
+        shown = [f"**{told}**" if cell.best else told for cell, told in zip(line.cells, words, strict=True)]
+        lines.append(f"| {_md(line.label)} | {' | '.join(told.translate(IN_CELLS) for told in shown)} |")
     return lines
 
 
 def _md(text: str) -> str:
     """Text that Markdown shows as it is."""
-    text = _one_line(text)
-    for character in "\\`*_[]<>#|":
-        text = text.replace(character, f"\\{character}")
-    return text
-
-
-def _md_bar(text: str) -> str:
-    return text.replace("|", "\\|").replace("[", "\\[").replace("]", "\\]")
+    return _one_line(text).translate(MARKDOWN)
 
 
 def _tex_table(table: Table) -> list[str]:
-    body = [
-        f"{_tex_label(line.label)} & {' & '.join(_tex_bold(cell) for cell in line.cells)} \\\\" for line in table.lines
-    ]
+    body = [f"{_tex_label(line.label)} & {' & '.join(map(_tex_bold, line.cells))} \\\\" for line in table.lines]
     return [
         "\\begin{table*}[t]",
         "\\centering\\scriptsize\\setlength{\\tabcolsep}{3pt}",
@@ -232,45 +212,25 @@ def _tex_label(label: str) -> str:
 
 def _tex_groups(columns: Sequence[Column]) -> list[str]:
     """The upper headings with a rule below each; none where columns have none."""
-    spans: list[tuple[str, int, int]] = []  # heading, first and last column
-    for place, column in enumerate(columns, start=2):
-        if spans and spans[-1][0] == column.group:
-            spans[-1] = (column.group, spans[-1][1], place)
-        else:
-            spans.append((column.group, place, place))
-    if not any(group for group, _, _ in spans):
+    if not any(column.group for column in columns):
         return []
-    heads = [f"\\multicolumn{{{last - first + 1}}}{{c}}{{{_tex(group)}}}" for group, first, last in spans]
-    rules = [f"\\cmidrule(lr){{{first}-{last}}}" for group, first, last in spans if group]
+    heads, rules, first = [], [], 2
+    for group, own in groupby(columns, key=lambda column: column.group):
+        n = len(list(own))
+        heads.append(f"\\multicolumn{{{n}}}{{c}}{{{_tex(group)}}}")
+        rules += [f"\\cmidrule(lr){{{first}-{first + n - 1}}}"] if group else []
+        first += n
     return [f" & {' & '.join(heads)} \\\\", "".join(rules)]
 
 
 def _tex_bold(cell: Cell) -> str:
-    number_ = f"\\textbf{{{_tex(cell.text)}}}" if cell.best else _tex(cell.text)
-    return " ".join(part for part in (number_, _tex(cell.spread), _tex(cell.interval)) if part)
-
-
-ESCAPES = {
-    "\\": "\\textbackslash{}",
-    "~": "\\textasciitilde{}",
-    "^": "\\textasciicircum{}",
-    **{character: f"\\{character}" for character in "&%$#_{}"},
-    "±": "$\\pm$",
-    "\N{MINUS SIGN}": "$-$",
-    "–": "--",
-    "ε": "$\\varepsilon$",
-    "δ": "$\\delta$",
-    "∞": "$\\infty$",
-    "×": "$\\times$",
-    "<": "$<$",
-    ">": "$>$",
-    "|": "$|$",
-}
+    text = f"\\textbf{{{_tex(cell.text)}}}" if cell.best else _tex(cell.text)
+    return " ".join(filter(None, (text, _tex(cell.spread), _tex(cell.interval))))
 
 
 def _tex(text: str) -> str:
     """Text that LaTeX sets as it is; letters beyond ASCII stay, for engines and encodings that know them."""
-    return "".join(ESCAPES.get(character, character) for character in _one_line(text))
+    return _one_line(text).translate(LATEX)
 
 
 def _one_line(text: str) -> str:

@@ -7,41 +7,36 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from protofed.errors import MissingExtra, ProtoFedError
-from protofed.evaluation.forgetting import af_over_time
 from protofed.experiments.grid import Cell as GridCell
 from protofed.experiments.records import Unfinished
 from protofed.files import make_folder, write_text
-from protofed.methods.labels import label_of
-from protofed.report import opening, provenance
-from protofed.report.ablations import ablation_part
+from protofed.methods.catalogue import METHODS
+from protofed.methods.names import FLAGSHIP, OURS
+from protofed.report import coverage, opening
 from protofed.report.beneficiaries import benefits
 from protofed.report.cards import cards
 from protofed.report.cautions import cautions
-from protofed.report.charts import Curve, heat_maps, leading_rows, line_drawing, look_of
-from protofed.report.costs import device_memory, efficiency, equal_bytes
-from protofed.report.coverage import Coverage, coverage, coverage_table
-from protofed.report.disparity import OF_EVENTS, fairness
-from protofed.report.embed import figure_values, table_values, to_json
+from protofed.report.costs import device_memory, efficiency, equal_bytes, equal_epsilon, headline_with_costs
 from protofed.report.export import Write
-from protofed.report.layout import Drawing, Missing, Part, Table
-from protofed.report.overall import equal_epsilon, headline_with_costs
-from protofed.report.plasticity import adaptation, frontier_part
+from protofed.report.layout import Drawing, Missing, Part, Table, figure_values, table_values, to_json
 from protofed.report.prices import UNPRICED, privacy_table
 from protofed.report.runs import Run, find_runs
-from protofed.report.sections import Row, Section, group
-from protofed.report.sensitivity import sensitivity
-from protofed.report.tables import Results, compute, distances, main_matrix, mean_matrix, strata
-from protofed.report.tradeoff import tradeoff
-from protofed.report.variants import without_sweeps
+from protofed.report.sections import Row, group
+from protofed.report.slices import OF_EVENTS, adaptation, exposure, frontier_part, heat_maps, over_slices, user_gap
+from protofed.report.tables import Results, compute, distances, mean_matrix, strata
+from protofed.report.variants import ablation_part, compared, sensitivity, tradeoff, without_sweeps
 
 MAPS = (
     "Mean over seeds. Left of the framed diagonal a slice is still to come, right of it the slice is being remembered."
 )
 APART = "An interval that excludes zero says that the best row is ahead on these users, and nothing about other data."
 SCRIPTS = ("vendor/d3.min.js", "vendor/plot.min.js", "page.js")
+MOST_DRAWN = 8  # rows in a figure
+DASHED, DOTTED = "6 3", "2 2"
+STEP = 0.387  # of a circle: neighbours in the catalogue, and the methods that often lead, get hues far apart
+FIRST_HUE, HUES = 55.0, 290.0  # the others keep clear of ours
+OUR_COLOURS = {OURS: "var(--ours)", FLAGSHIP: "hsl(0 75% var(--tone))"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +67,7 @@ def build(runs_folder: Path, wanted: Sequence[GridCell] = ()) -> tuple[str, dict
     chapters = [_chapter(found, cards(found.section, runs_folder)) for found in results]
     logs = {run.config["dataset"] for run in runs}
     wanted = [cell for cell in wanted if cell.config.dataset in logs]  # others have a report of their own
-    of_grid = coverage(wanted, runs, unfinished) if wanted else None
+    of_grid = coverage.coverage(wanted, runs, unfinished) if wanted else None
     return render(chapters, warned, unfinished, of_grid), summary(results, warned, unfinished)
 
 
@@ -108,23 +103,18 @@ def check_target(out: Path, kind: str = "html") -> None:
 
 def summary(results: Sequence[Results], warned: Sequence[str], unfinished: Sequence[Unfinished]) -> dict[str, Any]:
     """What --json prints: every headline estimate, rounded to six decimals; unknown numbers are null."""
-    return {
-        "sections": [
-            {
-                "title": found.section.title,
-                "dataset": found.section.dataset,
-                "slices": found.section.n_slices,
-                "rows": [_row_summary(found, row) for row in found.section.rows],
-            }
-            for found in results
-        ],
-        "warnings": list(warned),
-        "unfinished": [run.folder for run in unfinished],
-    }
+    sections = []
+    for found in results:
+        about = {"title": found.section.title, "dataset": found.section.dataset, "slices": found.section.n_slices}
+        sections.append(about | {"rows": [_row_summary(found, row) for row in found.section.rows]})
+    return {"sections": sections, "warnings": list(warned), "unfinished": [run.folder for run in unfinished]}
 
 
 def render(
-    chapters: Sequence[Chapter], warned: Sequence[str], unfinished: Sequence[Unfinished], of_grid: Coverage | None
+    chapters: Sequence[Chapter],
+    warned: Sequence[str],
+    unfinished: Sequence[Unfinished],
+    of_grid: coverage.Coverage | None,
 ) -> str:
     """The HTML text."""
     try:
@@ -136,29 +126,31 @@ def render(
     environment.filters.update(inline=Markup)
     results = [chapter.results for chapter in chapters]
     sections = [found.section for found in results]
+    rows = [row for section in sections for row in section.rows]
+    runs = [run for row in rows for run in row.runs]
     prices = [(found.section.title, label, price) for found in results for label, price in found.prices.items()]
-    tables = [opening.overview(results), provenance.settings_table(sections)]
-    tables += [coverage_table(of_grid)] if of_grid else []
+    tables = [opening.overview(results), coverage.settings_table(sections)]
+    tables += [coverage.coverage_table(of_grid)] if of_grid else []
     tables += [table] if (table := privacy_table(prices)) else []
     return environment.from_string(_file("page.html")).render(
         chapters=chapters,
         across=opening.across(results) if len(results) > 1 else "",
-        left_out=opening.count_left_out(results),
+        left_out=sum(len(found.section.rows) - len(compared(found.section)) for found in results),
         private=bool(prices),
         unpriced=UNPRICED if not all(price.known for _, _, price in prices) else "",
         warnings=warned,
         unfinished=unfinished,
-        n_runs=sum(len(row.runs) for section in sections for row in section.rows),
-        methods=sorted({row.method for section in sections for row in section.rows}),
-        rows=sorted({row.label for section in sections for row in section.rows}),
-        seeds=sorted({seed for section in sections for row in section.rows for seed in row.seeds}),
-        widths=provenance.widths(sections),
+        n_runs=len(runs),
+        methods={row.method for row in rows},
+        rows={row.label for row in rows},
+        seeds=sorted({run.seed for run in runs}),
+        widths=sorted({width for run in runs if (width := run.settings.get("backbone.width"))}),
         lacking=[(cell.folder, state) for cell, state in of_grid.lacking] if of_grid else [],
         of_grid=of_grid,
-        claim=provenance.claim_of(run for section in sections for row in section.rows for run in row.runs),
-        environments=provenance.environments(sections),
-        commands=provenance.commands(sections),
-        usual=provenance.usual_settings(sections),
+        claim=coverage.claim_of(runs),
+        environments=coverage.environments(runs),
+        commands=coverage.commands(runs),
+        usual=coverage.usual_settings(sections),
         style=_file("style.css"),
         data=to_json(embedded(chapters, tables)),
         scripts=[_file(name) for name in SCRIPTS],
@@ -168,14 +160,42 @@ def render(
 def embedded(chapters: Sequence[Chapter], tables: Sequence[Table]) -> dict[str, Any]:
     """The numbers of every table and figure, once, with what all figures share."""
     rows = [row for chapter in chapters for row in chapter.results.section.rows]
-    looks = {label: look_of(row) for row in rows for label in (label_of(row.runs[0].config), row.label)}
+    looks = {label: look_of(row) for row in rows for label in (row.name, row.label)}
     return {
         "tables": {table.name: table_values(table) for table in [*tables, *(t for c in chapters for t in c.tables)]},
         "figures": {drawing.name: figure_values(drawing) for chapter in chapters for drawing in chapter.drawings},
-        "looks": {label: [look.colour, look.dash] for label, look in looks.items()},
+        "looks": looks,
         "first": {chapter.results.section.slug: leading_rows(chapter.results) for chapter in chapters},
         "always": [OF_EVENTS],
     }
+
+
+def colour_of(method: str) -> str:
+    """The colour of a method in every figure: ours orange or red, trivial ones grey, a hue of its own for any other."""
+    if method in OUR_COLOURS:
+        return OUR_COLOURS[method]
+    names = [name for name, entry in METHODS.items() if name != OURS]
+    place = names.index(method) if method in names else len(names)
+    if method in names and METHODS[method].trivial:
+        return f"hsl(220 7% calc(var(--tone) + {8 * (place % 4)}%))"
+    return f"hsl({FIRST_HUE + HUES * (STEP * place % 1):.0f} 65% calc(var(--tone) + {(0, 9, -7)[place % 3]}%))"
+
+
+def look_of(row: Row) -> tuple[str, str]:
+    """A row's colour, its method's, and its dashes: with noise, or where small modules learn and all else is frozen."""
+    small = row.settings.get("variant") == "peft"
+    return colour_of(row.method), DASHED if row.is_noised else DOTTED if small else ""
+
+
+def leading_rows(found: Results) -> tuple[str, ...]:
+    """What a figure shows first: our rows, the best trivial and the best private rival, then the best of all others."""
+    rows = found.ranked(compared(found.section))
+    ours = [row for row in rows if row.is_ours][:3]
+    trivial = [row for row in rows if row.is_trivial and row.label not in found.prices][:2]
+    private = [row for row in rows if row.label in found.prices and not row.is_ours][:1]
+    first = [*ours, *trivial, *private]
+    chosen = [*first, *(row for row in rows if row not in first)][:MOST_DRAWN]
+    return tuple(row.label for row in rows if row in chosen)
 
 
 def _file(name: str) -> str:
@@ -191,7 +211,7 @@ def _chapter(results: Results, of_models: tuple[Part | Missing, ...]) -> Chapter
         digest=opening.digest(results),
         forest=opening.forest(results),
         headline=headline_with_costs(results),
-        lines=_over_slices(without_sweeps(section)),
+        lines=over_slices(without_sweeps(section)),
         parts=(*(part for part in found if isinstance(part, Part)), *_details(results)),
         missing=tuple(part for part in found if isinstance(part, Missing)),
     )
@@ -199,7 +219,7 @@ def _chapter(results: Results, of_models: tuple[Part | Missing, ...]) -> Chapter
 
 def answers(results: Results) -> tuple[Part | Missing, ...]:
     """Every question of the paper, in its order, answered or not."""
-    section = results.section
+    section, drawn = results.section, without_sweeps(results.section)
     return (
         equal_epsilon(results),
         equal_bytes(results),
@@ -209,20 +229,10 @@ def answers(results: Results) -> tuple[Part | Missing, ...]:
         frontier_part(results),
         tradeoff(results),
         *benefits(results),
-        *fairness(without_sweeps(section)),
+        user_gap(drawn),
+        exposure(drawn),
         efficiency(section),
         device_memory(section),
-    )
-
-
-def _over_slices(section: Section) -> tuple[Drawing, Drawing]:
-    """Accuracy right after each slice, and what was forgotten so far."""
-    matrices = {row.label: [main_matrix(run) for run in row.runs] for row in section.rows}
-    accuracy = [Curve(label, np.array([np.diagonal(a)[1:] for a in own])) for label, own in matrices.items()]
-    forgotten = [Curve(label, np.array([af_over_time(a)[1:] for a in own])) for label, own in matrices.items()]
-    return (
-        line_drawing(f"{section.slug}-accuracy", "NDCG@10 right after each slice, A[t, t]", "A[t, t]", accuracy),
-        line_drawing(f"{section.slug}-forgetting", "Average forgetting so far, AF(t)", "AF(t)", forgotten),
     )
 
 
@@ -240,18 +250,8 @@ def _details(results: Results) -> tuple[Part, ...]:
 
 
 def _row_summary(results: Results, row: Row) -> dict[str, Any]:
-    estimates = results.estimates[row.label]
-    return {
-        "label": row.label,
-        "method": row.method,
-        "trivial": row.is_trivial,
-        "seeds": list(row.seeds),
-        **{
-            key: {"mean": _null(found.mean), "std": _null(found.std), "ci95": [_null(found.low), _null(found.high)]}
-            for key, found in estimates.items()
-        },
-    }
-
-
-def _null(value: float) -> float | None:
-    return round(value, 6) if math.isfinite(value) else None
+    told = {"label": row.label, "method": row.method, "trivial": row.is_trivial, "seeds": list(row.seeds)}
+    for key, e in results.estimates[row.label].items():
+        mean, std, *ci95 = (round(x, 6) if math.isfinite(x) else None for x in (e.mean, e.std, e.low, e.high))
+        told |= {key: {"mean": mean, "std": std, "ci95": ci95}}
+    return told

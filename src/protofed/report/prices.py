@@ -2,17 +2,24 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 
 from protofed.errors import MissingExtra
 from protofed.privacy.accountant import Adversary, adjacency, epsilon, rounded_up
 from protofed.privacy.ledger import Ledger, Trust
-from protofed.report.layout import MISSING, Cell, Column, Line, Table
+from protofed.report.layout import MISSING, Column, Line, Table, cells_of
 from protofed.report.runs import Run
-from protofed.report.sections import Section
+from protofed.report.sections import Section, grouped
 
+SEEN = "PLD accountant, rounded up"
 Terms = tuple[Ledger, float, Trust]  # ledger, δ and trust
 UNPRICED = "dp-accounting is not installed, so ε is unknown here; `protofed privacy --ledger FILE` computes it"
+
+
+def epsilon_text(value: float, digits: int = 2) -> str:
+    """ε with some decimals, ∞ where nothing is promised, a dash where it is unknown."""
+    return "∞" if math.isinf(value) else MISSING if math.isnan(value) else f"{value:.{digits}f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,17 +31,17 @@ class Price:
     trust: Trust
     released: float
     server: float
+    seeds: tuple[int, ...] = ()  # of the runs with this ledger
 
     @property
     def known(self) -> bool:
         return not math.isnan(self.released)
 
-    @property
-    def words(self) -> str:
+    def said(self, digits: int = 2) -> str:
         """ε with what it means nothing without, or its inputs where it is unknown."""
         if not self.known:
             return inputs(self.ledger)
-        return f"ε = {epsilon_text(self.released)}, δ = {self.delta:g}, {self.trust} trust"
+        return f"ε = {epsilon_text(self.released, digits)}, δ = {self.delta:g}, {self.trust} trust"
 
 
 def price_of(ledger: Ledger, delta: float, trust: Trust) -> Price:
@@ -43,34 +50,29 @@ def price_of(ledger: Ledger, delta: float, trust: Trust) -> Price:
     return Price(ledger, delta, trust, released, server)
 
 
-def prices_of(section: Section) -> dict[str, Price]:
-    """The price of every row that released something, by its label: that of the dearest of its seeds."""
-    terms = {row.label: [terms_of(run) for run in row.runs if run.releases] for row in section.rows}
-    known = {one: price_of(*one) for one in dict.fromkeys(one for own in terms.values() for one in own)}  # each once
-    return {label: max((known[one] for one in own), key=_dearness) for label, own in terms.items() if own}
+def ledgers_of(section: Section) -> dict[str, tuple[Price, ...]]:
+    """What every row released and its price, by its label; seeds with different ledgers apart."""
+    released = {row.label: grouped((run for run in row.runs if run.releases), terms_of) for row in section.rows}
+    priced = {terms: price_of(*terms) for terms in dict.fromkeys(chain.from_iterable(released.values()))}
+    return {
+        label: tuple(replace(priced[terms], seeds=tuple(run.seed for run in runs)) for terms, runs in own.items())
+        for label, own in released.items()
+        if own
+    }
 
 
 def terms_of(run: Run) -> Terms:
     """All that ε is computed from."""
-    return run.releases, float(run.config.get("privacy", {}).get("delta", 1e-5)), run.trust
+    return run.releases, float(run.settings.get("privacy.delta", 1e-5)), run.trust
 
 
-def _dearness(found: Price) -> float:
-    return found.released if found.known else 0.0
-
-
-def equal_groups(prices: Mapping[str, Price]) -> dict[str, tuple[str, ...]]:
+def equal_groups(prices: Mapping[str, Price]) -> dict[str, list[str]]:
     """Rows by budget: the same ε to one decimal, δ and trust; without dp-accounting, the same releases.
 
     A ledger without noise promises nothing and is in no group.
     """
-    groups: dict[str, list[str]] = {}
-    for label, found in prices.items():
-        if math.isinf(found.released):
-            continue
-        words = f"ε = {found.released:.1f}, δ = {found.delta:g}, {found.trust} trust" if found.known else found.words
-        groups.setdefault(words, []).append(label)
-    return {words: tuple(labels) for words, labels in sorted(groups.items())}
+    bounded = [label for label, price in prices.items() if not math.isinf(price.released)]
+    return dict(sorted(grouped(bounded, lambda label: prices[label].said(1)).items()))
 
 
 def inputs(ledger: Ledger) -> str:
@@ -84,29 +86,17 @@ def privacy_table(prices: Sequence[tuple[str, str, Price]]) -> Table | None:
     if not prices:
         return None
     several = len({title for title, _, _ in prices}) > 1
-    lines = tuple(
-        Line(f"{title}: {label}" if several else label, _price_cells(found)) for title, label, found in prices
-    )
     columns = (
-        Column("who sees the releases", "ε against", "PLD accountant, rounded up", lower_is_better=True, ranked=False),
-        Column("the server", "ε against", "central trust promises nothing against it", ranked=False),
-        Column("δ", ranked=False),
-        Column("trust", ranked=False, text=True),
-        Column("neighbouring logs", ranked=False, text=True),
-        Column("releases", ranked=False, text=True),
+        Column("who sees the releases", "ε against", SEEN, lower_is_better=True, ranked=False, show=epsilon_text),
+        Column("the server", "ε against", "central trust promises nothing against it", ranked=False, show=epsilon_text),
+        Column("δ", ranked=False, show="{:g}".format),
+        *(Column(label, ranked=False, text=True) for label in ("trust", "neighbouring logs", "releases")),
     )
-    return Table("prices", "", columns, lines, corner="private row")
-
-
-def _price_cells(found: Price) -> tuple[Cell, ...]:
-    numbers = tuple(Cell(epsilon_text(value), value=value) for value in (found.released, found.server))
-    texts = tuple(Cell(text) for text in (found.trust, adjacency(found.trust), inputs(found.ledger)))
-    return (*numbers, Cell(f"{found.delta:g}", value=found.delta), *texts)
-
-
-def epsilon_text(value: float) -> str:
-    """ε to two decimals, ∞ where nothing is promised, a dash where it is unknown."""
-    return "∞" if math.isinf(value) else MISSING if math.isnan(value) else f"{value:.2f}"
+    lines = []
+    for title, label, found in prices:
+        values = (found.released, found.server, found.delta, found.trust, adjacency(found.trust), inputs(found.ledger))
+        lines.append(Line(f"{title}: {label}" if several else label, cells_of(columns, values)))
+    return Table("prices", "", columns, tuple(lines), corner="private row")
 
 
 def _priced(ledger: Ledger, delta: float, trust: Trust, adversary: Adversary) -> float:

@@ -7,17 +7,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from protofed.config import RunConfig, flatten
-from protofed.experiments.records import Unfinished
+import numpy as np
+
+from protofed.config import RunConfig
+from protofed.evaluation.significance import mean_and_std
 from protofed.methods.catalogue import METHODS, private_by_itself
 from protofed.methods.labels import label_of
 from protofed.methods.names import FLAGSHIP, OURS
-from protofed.report.runs import Run
+from protofed.report.layout import Estimate
+from protofed.report.runs import Run, flat
 
 TRIVIAL = tuple(name for name, entry in METHODS.items() if entry.trivial)
-NOT_SETTINGS = ("seed", "out", "root", "device")  # they may differ between the seeds of one row
 ANSWERED = ("dataset", "clients", "stream")  # what decides the queries, and so who may be compared
-AnyRun = TypeVar("AnyRun", bound=Run | Unfinished)
+DEFAULTS = flat(asdict(RunConfig()))
+Item = TypeVar("Item")
+Key = TypeVar("Key")
+NOISE, TARGET = "privacy.noise_multiplier", "privacy.target_epsilon"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,16 @@ class Row:
     label: str
     method: str
     runs: tuple[Run, ...]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the row's numbers, by dotted names."""
+        return self.runs[0].settings
+
+    @property
+    def name(self) -> str:
+        """The method with its marks, without the settings that tell it from another row of the same name."""
+        return label_of(self.runs[0].config)
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -41,14 +56,23 @@ class Row:
         return self.method in (OURS, FLAGSHIP)
 
     @property
+    def is_noised(self) -> bool:
+        """Whether the settings ask for noise: ProtoFed-SP's private mode does, and what is wrapped."""
+        by_itself = private_by_itself(self.method, self.settings.get("protofed.mode", "reference"))
+        return bool(by_itself or self.settings.get("privacy.wrap", False))
+
+    @property
     def share(self) -> str:
         """What leaves a device after the base block: nothing, private releases, or raw events and gradients."""
-        config, entry = self.runs[0].config, METHODS.get(self.method)
-        mode, scoring = config.get("protofed", {}).get("mode"), config.get("scoring", {})
+        entry, mode = METHODS.get(self.method), self.settings.get("protofed.mode")
         nothing = entry is not None and (entry.shares_nothing or (bool(entry.modes) and mode == "nothing"))
-        if nothing and not scoring.get("popularity_prior"):
+        if nothing and not self.settings.get("scoring.popularity_prior"):
             return "nothing"
-        return "private" if is_noised(config) else "raw"
+        return "private" if self.is_noised else "raw"
+
+    def over_seeds(self, value: Callable[..., float], *of: object) -> Estimate:
+        """The mean and the standard deviation of value(run, *of) over its runs."""
+        return Estimate(*mean_and_std(np.array([value(run, *of) for run in self.runs])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,37 +87,21 @@ class Section:
     cut_short: tuple[str, ...]  # folders left out because others of the same stream reach further slices
 
     @property
-    def n_slices(self) -> int:
-        return max(run.n_slices for row in self.rows for run in row.runs)
+    def runs(self) -> tuple[Run, ...]:
+        return tuple(run for row in self.rows for run in row.runs)
 
     @property
-    def n_candidates(self) -> int:
-        """How many items a sampled query ranks, the positive among them."""
-        return 1 + int(self.rows[0].runs[0].config.get("stream", {}).get("n_negatives", 99))
+    def n_slices(self) -> int:
+        return max(run.n_slices for run in self.runs)
 
 
 def group(runs: Sequence[Run]) -> tuple[Section, ...]:
     """Sections, those with most rows first, then by title; their rows by label, their runs by seed."""
-    sections = [_section(title, members) for title, members in by_stream(runs)]
+    streams = [*grouped(runs, lambda run: _as_text({key: run.config.get(key) for key in ANSWERED})).values()]
+    asked = [flat({key: own[0].config.get(key) for key in ANSWERED}) for own in streams]
+    titles = distinct_labels([own[0].config["dataset"] for own in streams], asked)
+    sections = [_section(title, own) for title, own in zip(titles, streams, strict=True)]
     return tuple(sorted(sections, key=lambda section: (-len(section.rows), section.title)))
-
-
-def by_stream(runs: Sequence[AnyRun]) -> list[tuple[str, list[AnyRun]]]:
-    """Runs that are asked the same queries, under the data set's name and the settings that tell it from another."""
-    groups = _by(runs, lambda run: _canonical({key: run.config.get(key) for key in ANSWERED}))
-    asked = [flat({key: members[0].config.get(key) for key in ANSWERED}) for members in groups]
-    titles = distinct_labels([members[0].config["dataset"] for members in groups], asked)
-    return list(zip(titles, groups, strict=True))
-
-
-def alike(runs: Sequence[AnyRun]) -> list[tuple[str, list[AnyRun]]]:
-    """Runs that differ by seed alone, under their method's name and the settings that tell it from another."""
-    groups = _by(runs, lambda run: _canonical(_settings(run)))
-    names = [label_of(members[0].config) for members in groups]
-    settings = [flat(_settings(members[0])) for members in groups]
-    short = distinct_labels(names, [_without_unused_target(own) for own in settings])
-    labels = short if len(set(short)) == len(short) else distinct_labels(names, settings)
-    return list(zip(labels, groups, strict=True))
 
 
 def distinct_labels(names: Sequence[str], settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -101,20 +109,21 @@ def distinct_labels(names: Sequence[str], settings: Sequence[Mapping[str, Any]])
 
     What most have goes unsaid, and the default where no value has the majority.
     """
+    rivals = grouped(zip(names, settings, strict=True), lambda pair: pair[0])
+    usual = {name: _usual([own for _, own in pairs]) for name, pairs in rivals.items()}
     labels = []
     for name, own in zip(names, settings, strict=True):
-        rivals = [other for rival, other in zip(names, settings, strict=True) if rival == name]
-        keys = sorted({key for other in rivals for key in other})
-        usual = {key: _usual([other.get(key) for other in rivals], DEFAULTS.get(key)) for key in keys}
-        told = [key for key in keys if json.dumps(own.get(key)) != usual[key]]
+        told = [key for key, value in usual[name].items() if json.dumps(own.get(key)) != value]
         labels.append(", ".join([name, *(f"{key}={own.get(key)}" for key in told)]))
     return labels
 
 
-def _usual(values: Sequence[object], default: object) -> str:
-    """The value that all share, or that more have than any other; without one the default."""
-    counts = Counter(json.dumps(value) for value in values).most_common(2)
-    return json.dumps(default) if len(counts) == 2 and counts[0][1] == counts[1][1] else counts[0][0]
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """The items by what the key says of each, in the order they come."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def slug(text: str) -> str:
@@ -123,55 +132,40 @@ def slug(text: str) -> str:
 
 
 def _section(title: str, found: Sequence[Run]) -> Section:
+    """The runs that reach the last slice; those that differ by seed alone are a row, the first folder of each kept."""
     longest = max(run.n_slices for run in found)
-    runs = [run for run in found if run.n_slices == longest]
     cut_short = tuple(run.folder for run in found if run.n_slices < longest)
+    groups = [*grouped((run for run in found if run.n_slices == longest), lambda run: _as_text(run.settings)).values()]
     rows, duplicates = [], []
-    for label, members in alike(runs):
-        by_seed = {run.seed: run for run in reversed(members)}  # the first folder of a seed is kept
+    for label, members in zip(_labels([members[0] for members in groups]), groups, strict=True):
+        by_seed = {run.seed: run for run in reversed(members)}
         duplicates += [run.folder for run in members if by_seed[run.seed] is not run]
         rows.append(Row(label, members[0].config["method"], tuple(by_seed[seed] for seed in sorted(by_seed))))
     rows.sort(key=lambda row: row.label)
-    return Section(title, slug(title), runs[0].config["dataset"], tuple(rows), tuple(duplicates), cut_short)
+    return Section(title, slug(title), found[0].config["dataset"], tuple(rows), tuple(duplicates), cut_short)
 
 
-def is_noised(config: Mapping[str, Any]) -> bool:
-    """Whether the settings ask for noise: ProtoFed-SP's private mode does, and what is wrapped."""
-    ours = private_by_itself(config["method"], config.get("protofed", {}).get("mode", "reference"))
-    return bool(ours or config.get("privacy", {}).get("wrap", False))
+def _labels(runs: Sequence[Run]) -> list[str]:
+    """The method of each run with the settings that tell it from the others.
+
+    Noise that is given has no target: saying so would make a sweep's own centre the odd one out.
+    """
+    names, settings = [label_of(run.config) for run in runs], [run.settings for run in runs]
+    usual = {TARGET: DEFAULTS[TARGET]}
+    plain = [own | usual if own.get(NOISE) and not own.get(TARGET) else own for own in settings]
+    short = distinct_labels(names, plain)
+    return short if len(set(short)) == len(short) else distinct_labels(names, settings)
 
 
-def _settings(run: Run | Unfinished) -> dict[str, Any]:
-    return {key: value for key, value in run.config.items() if key not in NOT_SETTINGS}
+def _usual(settings: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The value of each setting that all share, or that more have than any other; without one the default."""
+    found = {}
+    for key in sorted({key for own in settings for key in own}):
+        counts = Counter(json.dumps(own.get(key)) for own in settings).most_common(2)
+        tie = len(counts) == 2 and counts[0][1] == counts[1][1]
+        found[key] = json.dumps(DEFAULTS.get(key)) if tie else counts[0][0]
+    return found
 
 
-def _without_unused_target(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Noise that is given has no target: saying so in a label would make a sweep's own centre the odd one out."""
-    given = settings.get(NOISE) and not settings.get(TARGET)
-    return {**settings, TARGET: DEFAULTS[TARGET]} if given else settings
-
-
-def flat_settings(run: Run) -> dict[str, Any]:
-    """What decides a run's numbers, seed aside, by dotted names."""
-    return flat(_settings(run))
-
-
-def _canonical(value: object) -> str:
-    return json.dumps(value, sort_keys=True, default=str)
-
-
-def _by(runs: Iterable[AnyRun], key: Callable[[AnyRun], str]) -> list[list[AnyRun]]:
-    groups: dict[str, list[AnyRun]] = {}
-    for run in runs:
-        groups.setdefault(key(run), []).append(run)
-    return list(groups.values())
-
-
-def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The values of nested tables by dotted names, what is no single value as text; empty tables are left out."""
-    found = {key: value for key, value in flatten(table, prefix).items() if value != {}}
-    return {key: value if isinstance(value, str | int | float | None) else str(value) for key, value in found.items()}
-
-
-DEFAULTS = flat(asdict(RunConfig()))
-NOISE, TARGET = "privacy.noise_multiplier", "privacy.target_epsilon"
+def _as_text(settings: Mapping[str, Any]) -> str:
+    return json.dumps(settings, sort_keys=True, default=str)

@@ -15,15 +15,14 @@ from protofed.evaluation.significance import PerUser, bootstrap_difference
 from protofed.evaluation.strata import benjamini_hochberg, sign_flip_p
 from protofed.report.beneficiaries import (
     DRIFT,
-    Pair,
     benefits,
     block_p,
     groups_of,
     mean_drift,
-    pair,
     rivals,
     user_gains,
 )
+from protofed.report.intervals import Pair, pair
 from protofed.report.layout import Part
 from protofed.report.runs import find_runs
 from protofed.report.sections import group
@@ -89,10 +88,9 @@ def test_tables_of_novel_events_are_about_the_users_of_all_events(tmp_path: Path
     for name in ("ewc", "si"):
         write_run(tmp_path / name, lambda *_: 0.5, method=name, users=users, asked=none_alone)
     ewc, si = find_runs(tmp_path)[0]
-    runs = {"ours": (ewc,), "other": (si,)}
-    whole = pair(runs, "all")
+    whole = pair([ewc], [si])
     assert whole is not None
-    novel = pair(runs, "novel", whole.users)
+    novel = pair([ewc], [si], ("sampled", "novel", "ndcg@10"), whole.users)
     assert novel is not None
     assert novel.users.to_pylist() == ["ann", "bob", "cleo"]
     assert novel.counts.tolist() == [[0, 0], [2, 2], [0, 3]]
@@ -107,8 +105,8 @@ def test_the_rivals_are_the_best_row_of_another_method_and_the_frozen_one(result
 def test_the_gain_of_a_group_is_its_paired_difference(results: Results) -> None:
     ours, other = flagship(results.section), rivals(results)[0]
     assert ours is not None
-    runs = common_runs({"ours": ours, "other": other}, (0,))
-    whole = pair(runs, "all")
+    runs = common_runs(ours, other)
+    whole = pair(*runs)
     assert whole is not None
     groups = dict(groups_of(runs, whole))
     assert list(groups) == [
@@ -161,9 +159,9 @@ def test_a_users_drift_is_the_mean_over_the_slices_that_know_it(tmp_path: Path) 
     write_run(tmp_path / "new", lambda *_: 0.5, method="lwf", drift=drift)
     old, new = (row.runs for row in group(find_runs(tmp_path)[0])[0].rows)
     users = pa.array(["ann", "bob", "cleo", "dora"])
-    told = mean_drift({"ours": old, "other": new}, users)
+    told = mean_drift((old, new), users)
     np.testing.assert_allclose(told, [0.4, 0.5, np.nan, np.nan])
-    assert np.isnan(mean_drift({"ours": old}, users)).all()
+    assert np.isnan(mean_drift((old, old), users)).all()
 
 
 def test_runs_without_drift_say_so_and_keep_their_other_groups(tmp_path: Path) -> None:

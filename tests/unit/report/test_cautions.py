@@ -9,8 +9,7 @@ import pytest
 from run_folders import write_run
 
 from protofed.report.cautions import cautions
-from protofed.report.journal import WarmUp, read_warm_up
-from protofed.report.runs import find_runs
+from protofed.report.runs import WarmUp, find_runs, read_warm_up
 from protofed.report.sections import group
 from protofed.report.tables import compute
 

@@ -9,11 +9,11 @@ import pytest
 from run_folders import csv_of, write_run
 
 from protofed.methods.catalogue import METHODS
-from protofed.report.charts import MOST_DRAWN, Curve, colour_of, heat_maps, leading_rows, line_drawing, look_of
-from protofed.report.embed import figure_values, table_values, to_json
-from protofed.report.layout import Cell, Column, Drawing, Line, Table
+from protofed.report.layout import Cell, Column, Drawing, Line, Table, figure_values, table_values, to_json
+from protofed.report.page import MOST_DRAWN, colour_of, leading_rows, look_of
 from protofed.report.runs import find_runs
 from protofed.report.sections import group
+from protofed.report.slices import heat_maps, line_drawing
 from protofed.report.tables import compute
 
 
@@ -30,8 +30,8 @@ def test_variants_share_the_colour_of_their_method_and_differ_in_their_dashes(tm
         write_run(tmp_path / name, lambda *_: 0.5, method="ewc", settings=settings)
     (section,) = group(find_runs(tmp_path)[0])
     looks = {row.label: look_of(row) for row in section.rows}
-    assert {look.colour for look in looks.values()} == {colour_of("ewc")}
-    assert len({look.dash for look in looks.values()}) == 3
+    assert {colour for colour, _ in looks.values()} == {colour_of("ewc")}
+    assert len({dash for _, dash in looks.values()}) == 3
 
 
 def test_ours_and_the_best_trivial_row_are_among_the_eight_that_are_drawn_first(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_ours_and_the_best_trivial_row_are_among_the_eight_that_are_drawn_first(
 
 def test_a_line_is_the_mean_over_seeds_with_its_spread() -> None:
     values = np.array([[0.1, 0.5, np.nan], [0.3, 0.5, 0.2]])
-    drawn = line_drawing("name", "caption", "y", [Curve("a", values)])
+    drawn = line_drawing("name", "caption", "y", {"a": values})
     assert drawn.header == ("method", "slice", "y", "std")
     assert [row[:2] for row in drawn.rows] == [("a", 1), ("a", 2)]  # a slice that a seed does not know has no point
     assert [row[2:] for row in drawn.rows] == [pytest.approx((0.2, math.sqrt(0.02))), pytest.approx((0.5, 0.0))]

@@ -13,20 +13,33 @@ from run_folders import csv_of, shown_in, table, write_run
 from protofed.evaluation.fairness import user_disparity
 from protofed.evaluation.significance import PerUser, bootstrap_difference
 from protofed.privacy.accountant import gaussian_epsilon
-from protofed.report.ablations import ablation_part, pair_with_full
-from protofed.report.costs import cost_of, count, device_memory, duration, efficiency, equal_bytes, size
-from protofed.report.disparity import fairness
+from protofed.report.costs import (
+    cost_of,
+    count,
+    device_memory,
+    duration,
+    efficiency,
+    equal_bytes,
+    equal_epsilon,
+    headline_with_costs,
+    size,
+)
 from protofed.report.layout import Missing, Part, interval
-from protofed.report.opening import forest, overview, rows_to_compare, sentences
-from protofed.report.overall import equal_epsilon, headline_with_costs
+from protofed.report.opening import forest, overview, sentences
 from protofed.report.page import answers
-from protofed.report.plasticity import adaptation, frontier_part
 from protofed.report.runs import find_runs
 from protofed.report.sections import Section, group
-from protofed.report.sensitivity import sensitivity
+from protofed.report.slices import adaptation, exposure, frontier_part, user_gap
 from protofed.report.tables import MAIN, Results, compute
-from protofed.report.tradeoff import tradeoff
-from protofed.report.variants import ablations
+from protofed.report.variants import (
+    ablation_part,
+    ablations,
+    common_runs,
+    compared,
+    pair_with_full,
+    sensitivity,
+    tradeoff,
+)
 from protofed.seeds import seed_of
 
 FULL, ABLATED = "protofed-sp (reference)", "protofed-sp (reference, without long)"
@@ -109,7 +122,7 @@ def test_an_ablation_is_the_paired_difference_on_the_common_seed(root: Path, sec
     ours, full = (by_user(root / name) for name in ("no-long", "sp-0"))
     rng = np.random.default_rng(seed_of(0, "report", section.slug, "ablation", "sampled", "all", "ndcg@10"))
     slow = bootstrap_difference(*(PerUser(sums[:, 1:], counts[:, 1:]) for sums, counts in (ours, full)), rng)
-    assert (one.full.label, one.seeds) == (FULL, (0,))
+    assert (one.full.label, [run.seed for run in common_runs(one.row, one.full)[1]]) == (FULL, [0])
     gap = pair_with_full(one, MAIN, section.slug)
     assert gap is not None
     assert [gap.mean, gap.low, gap.high, gap.p_value] == pytest.approx([slow.mean, slow.low, slow.high, slow.p_value])
@@ -185,7 +198,7 @@ def test_without_dp_accounting_the_axis_is_the_noise_and_the_page_says_so(
 
 
 def test_fairness_is_the_gap_between_thirds_by_queries_so_far(root: Path, section: Section) -> None:
-    found = part(fairness(section)[0])
+    found = part(user_gap(section))
     read = {(r["method"], int(r["slice"])): float(r["|busy - quiet|"]) for r in table(csv_of(found.drawings[0]))}
     sums, counts = by_user(root / "ewc")
     for t in range(1, N_SLICES + 1):
@@ -194,7 +207,7 @@ def test_fairness_is_the_gap_between_thirds_by_queries_so_far(root: Path, sectio
 
 
 def test_exposure_is_each_groups_share_beside_its_share_of_events(root: Path, section: Section) -> None:
-    found = part(fairness(section)[1])
+    found = part(exposure(section))
     told = {
         (row["slice_tested"], row["metric"]): row["value"]
         for row in pq.read_table(root / "ewc" / "metrics.parquet").to_pylist()
@@ -222,7 +235,7 @@ def test_item_disparity_is_the_distance_of_head_and_tail_slice_by_slice(tmp_path
 
     write_run(tmp_path / "ewc", lambda *_: 0.5, method="ewc", shares=parted)
     (only,) = group(find_runs(tmp_path)[0])
-    found = part(fairness(only)[1])
+    found = part(exposure(only))
     read = {(r["method"], int(r["slice"])): float(r["|head - tail|"]) for r in table(csv_of(found.drawings[2]))}
     for t in (1, 2):
         assert read["ewc", t] == pytest.approx((0.6, 0.3)[t % 2])
@@ -236,10 +249,10 @@ def test_item_disparity_is_the_distance_of_head_and_tail_slice_by_slice(tmp_path
 def test_rows_that_do_not_tell_exposure_are_named_and_none_is_a_reason(tmp_path: Path) -> None:
     write_run(tmp_path / "old", lambda *_: 0.5, method="ewc")
     (only,) = group(find_runs(tmp_path)[0])
-    assert isinstance(fairness(only)[1], Missing)
+    assert isinstance(exposure(only), Missing)
     write_run(tmp_path / "new", lambda *_: 0.5, method="lwf", shares=shares(0.1))
     (both,) = group(find_runs(tmp_path)[0])
-    found = part(fairness(both)[1])
+    found = part(exposure(both))
     assert found.note.endswith("Not told by ewc.")
     assert [line.label for line in found.tables[0].lines] == ["lwf"]
 
@@ -256,10 +269,10 @@ def test_memory_is_what_the_runs_told_and_its_sum(section: Section) -> None:
 
 def test_costs_are_what_the_runs_told_and_blank_where_they_did_not(results: Results, section: Section) -> None:
     rows = {row.label: cost_of(row) for row in section.rows}
-    assert (rows[FULL].bytes_up, rows[FULL].traffic, rows[FULL].trainable_parameters_per_user) == (65, 8257, 1024)
-    assert rows[FULL].learn == 2.0
-    assert rows[FULL].slice_seconds == pytest.approx(2.0 / N_SLICES)
-    assert math.isnan(rows["frozen"].bytes_up)
+    assert [rows[FULL][name] for name in ("bytes_up", "traffic", "trainable_parameters_per_user")] == [65, 8257, 1024]
+    assert rows[FULL]["learn"] == 2.0
+    assert rows[FULL]["learn_slice"] == pytest.approx(2.0 / N_SLICES)
+    assert math.isnan(rows["frozen"]["bytes_up"])
     shown = headline_with_costs(results)
     labels = [column.label for column in shown.columns][-5:]
     assert labels == ["up", "down", "shared", "per user", "learn, s"]
@@ -359,7 +372,7 @@ def test_rows_within_their_intervals_are_not_said_to_be_behind(tmp_path: Path) -
 
 def test_the_first_table_and_figure_hold_the_overall_rows(results: Results) -> None:
     shown, drawn = overview([results]), forest(results)
-    labels = {row.label for row in rows_to_compare(results)}
+    labels = {row.label for row in compared(results.section)}
     assert {line.label for line in shown.lines} == labels == {row["method"] for row in table(csv_of(drawn))}
     assert ABLATED not in labels
     (row,) = [row for row in table(csv_of(drawn)) if row["method"] == FULL]

@@ -5,7 +5,7 @@ from pathlib import Path
 from run_folders import write_run
 
 from protofed.report.runs import find_runs
-from protofed.report.sections import Section, distinct_labels, group, is_noised, slug
+from protofed.report.sections import Section, distinct_labels, group, slug
 
 
 def flat(*_: object) -> float:
@@ -118,7 +118,7 @@ def test_noise_is_asked_for_by_our_private_mode_and_by_what_is_wrapped(tmp_path:
     for mode in ("reference", "nodp"):
         write_run(tmp_path / mode, flat, method="protofed-sp", settings=f'[protofed]\nmode = "{mode}"\n')
     (section,) = sections(tmp_path)
-    assert [row.label for row in section.rows if is_noised(row.runs[0].config)] == [
+    assert [row.label for row in section.rows if row.is_noised] == [
         "ewc (private)",
         "protofed-sp (reference)",
     ]

@@ -15,15 +15,24 @@ from protofed.report.layout import (
     Column,
     Estimate,
     Line,
+    Table,
     beside,
     estimate_cells,
     number,
-    table_of_estimates,
     to_csv,
 )
 from protofed.report.runs import find_runs
-from protofed.report.sections import group
-from protofed.report.tables import Results, compute, distances, headline, main_matrix, mean_over_slices, strata
+from protofed.report.sections import Row, group
+from protofed.report.tables import (
+    Results,
+    compute,
+    distances,
+    headline,
+    main_matrix,
+    mean_over_slices,
+    measured,
+    strata,
+)
 from protofed.seeds import seed_of
 
 # Rows: slice tested; columns: slice trained.
@@ -46,6 +55,12 @@ def of(matrix: np.ndarray, scale: float = 1.0):  # type: ignore[no-untyped-def]
 def results(root: Path) -> Results:
     (section,) = group(find_runs(root)[0])
     return compute(section)
+
+
+def table_of(means: dict[str, float], *footer: Line) -> Table:
+    """A table of one column."""
+    rows = [Row(label, "ewc", ()) for label in means]
+    return measured("t", "", [(Column("x"), lambda row: Estimate(means[row.label]))], rows, footer)
 
 
 @pytest.fixture
@@ -172,8 +187,8 @@ def test_small_columns_get_a_fourth_decimal() -> None:
 
 
 def test_rows_without_a_number_come_last() -> None:
-    rows = [("none", False, [Estimate(math.nan)]), ("low", False, [Estimate(0.1)]), ("high", False, [Estimate(0.3)])]
-    assert [line.label for line in table_of_estimates("t", "", [Column("x")], rows).lines] == ["high", "low", "none"]
+    means = {"none": math.nan, "low": 0.1, "high": 0.3}
+    assert [line.label for line in table_of(means).lines] == ["high", "low", "none"]
 
 
 @pytest.mark.parametrize("lower", [False, True])
@@ -185,8 +200,7 @@ def test_what_reads_as_zero_is_never_set_bold(lower: bool) -> None:
 
 
 def test_columns_set_beside_a_table_reach_its_lines_and_its_footer() -> None:
-    rows = [("a", False, [Estimate(0.5)]), ("b", False, [Estimate(0.25)])]
-    narrow = table_of_estimates("t", "", [Column("x")], rows, (Line("users", (Cell("9"),)),))
+    narrow = table_of({"a": 0.5, "b": 0.25}, Line("users", (Cell("9"),)))
     wide = beside(narrow, [Column("up", "bytes")], {"a": [Cell("1 kB", value=1000.0)], "b": [Cell("–")]})
     assert [[cell.text for cell in line.cells] for line in wide.lines] == [["0.500", "1 kB"], ["0.250", "–"]]
     assert [cell.text for cell in wide.footer[0].cells] == ["9", ""]

@@ -10,7 +10,16 @@ from run_folders import write_run
 from protofed.methods.catalogue import METHODS
 from protofed.report.runs import find_runs
 from protofed.report.sections import Section, group
-from protofed.report.variants import ablations, flagship, noise_sweeps, row_settings, side_rows, sweeps, without_sweeps
+from protofed.report.variants import (
+    ablations,
+    common_runs,
+    flagship,
+    noise_sweeps,
+    row_settings,
+    side_rows,
+    sweeps,
+    without_sweeps,
+)
 
 
 def section_of(root: Path) -> Section:
@@ -88,7 +97,9 @@ def test_over_the_slices_all_rows_are_drawn_but_points_of_sweeps(section: Sectio
 
 def test_an_ablation_is_compared_on_the_seeds_that_both_rows_have(section: Section) -> None:
     (one,) = ablations(section)
-    assert (one.row.label, one.full.seeds, one.seeds) == ("protofed-sp (reference, without long)", (0, 1), (0,))
+    runs, full = common_runs(one.row, one.full)
+    assert (one.row.label, one.full.seeds) == ("protofed-sp (reference, without long)", (0, 1))
+    assert [run.seed for run in runs] == [run.seed for run in full] == [0]
 
 
 def test_zero_prototypes_let_the_program_choose_and_are_no_point_of_a_sweep(tmp_path: Path) -> None:
