@@ -164,8 +164,7 @@ def card_lines(folder: Path, config: RunConfig, data: SliceStream, around: Surro
     yield ""
     yield "| candidates | events | NDCG@10 | HR@10 | queries |"
     yield "|---|---|---|---|---|"
-    rows: Any = summary["headline"]
-    for row in rows:
+    for row in summary["headline"]:
         values = f"{row['ndcg@10']:.4f} | {row['hr@10']:.4f} | {row['queries']:,}"
         yield f"| {row['candidates']} | {row['subset']} | {values} |"
     yield ""
