@@ -169,11 +169,10 @@ def load_checkpoint(folder: RunFolder) -> tuple[int, Snapshot] | None:
         return None
     try:
         tensors, notes = load_tensors(path)
-        slice_index, snapshot = int(notes["slice"]), Snapshot(tensors, notes["outline"])
+        return int(notes["slice"]), Snapshot(tensors, notes["outline"])
     except Exception as problem:
         reason = " ".join(str(problem).split())
         raise RunFolderError(f"{path} cannot be read ({reason}); delete it to start the run again") from problem
-    return slice_index, snapshot
 
 
 def _read_checksums(folder: RunFolder) -> dict[str, tuple[int, str]]:
@@ -220,9 +219,8 @@ def _part(folder: RunFolder, name: str, slice_index: int) -> Path:
 
 def environment(device: torch.device, command: str, seed: int) -> dict[str, object]:
     """Where the numbers came from."""
-    packages = ("protofed", "torch", "numpy", "scipy", "pyarrow", "safetensors", "polars", "dp-accounting")
     versions = {}
-    for package in packages:
+    for package in ("protofed", "torch", "numpy", "scipy", "pyarrow", "safetensors", "polars", "dp-accounting"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return {

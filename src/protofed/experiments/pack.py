@@ -194,8 +194,8 @@ def coded(runs: Sequence[stores.Held], streams: Mapping[str, pa.Table]) -> Itera
         if run.ranks is None or run.queries is None:
             yield [], None
             continue
-        before = {other: runs[other].ranks for other in range(place) if runs[other].queries == run.queries}
-        others = {other: ranks for other, ranks in before.items() if ranks is not None}
+        before = enumerate(runs[:place])
+        others = {other: r.ranks for other, r in before if r.queries == run.queries and r.ranks is not None}
         unlike = {other: unlikeness(run.ranks, ranks) for other, ranks in others.items()}
         like = sorted(others, key=lambda other: (unlike[other], other))[:2]
         repeat = streams[run.queries]["repeat"].to_numpy()

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -125,8 +125,10 @@ def run_slices(
         progress(evaluating(index, n_slices), 0, None)
         asker = replace(world, progress=within(progress, evaluating(index, n_slices)))
         tables = evaluate(method, asker, state, slice_, data, diagonal=experiment.diagonal)
-        seconds = {"learn": learned - began, "evaluate": time.monotonic() - learned}
-        tables["timing"] = timing(index, seconds if index else {"warm-up": warm_up_seconds, **seconds})
+        seconds = {} if index else {"warm-up": warm_up_seconds}
+        seconds |= {"learn": learned - began, "evaluate": time.monotonic() - learned}
+        rows = [{"slice": index, "stage": stage, "seconds": spent} for stage, spent in seconds.items()]
+        tables["timing"] = pa.Table.from_pylist(rows, schema=TIMING_SCHEMA)
         folder.log({"slice": index, "stage": "learn", **diagnostics})
         folders.save_slice(folder, index, tables, take_snapshot(state))
         progress(RUN, index + 1, n_slices + 1, f"slice {index} done" if index else "base block done")
@@ -179,12 +181,6 @@ def resume(folder: RunFolder, checkpoint: Checkpoint, method: Method[Any], world
             f"{folder.path / folders.CHECKPOINT} is not a state of this version ({' '.join(str(problem).split())}); "
             "delete it to start the run again"
         ) from problem
-
-
-def timing(slice_index: int, seconds: Mapping[str, float]) -> pa.Table:
-    """What depends on the clock, apart from the results."""
-    rows = [{"slice": slice_index, "stage": stage, "seconds": value} for stage, value in seconds.items()]
-    return pa.Table.from_pylist(rows, schema=TIMING_SCHEMA)
 
 
 def pick_device(name: str) -> torch.device:

@@ -151,9 +151,8 @@ def run_trial(
     if (known := known_outcome(search, trial, out)) is not None:
         return known
     folder.parent.mkdir(parents=True, exist_ok=True)
-    pseudo = pseudo_config(search, config)
-    experiment = Experiment(pseudo, search.pseudo_log, cache, command=command, diagonal=True, content=content)
-    experiment = replace(experiment, device=device) if device is not None else experiment
+    pseudo, where = pseudo_config(search, config), device or torch.device("cpu")
+    experiment = Experiment(pseudo, search.pseudo_log, cache, where, command, diagonal=True, content=content)
     outcome, trace = attempted(experiment, trial, folder, progress)
     outcome = replace(outcome, made_with=digest(search, config))
     write_note(folder, outcome, trace)
@@ -186,15 +185,14 @@ def tried(trials: Path) -> Tried:
 
 def take_over(search: Tuning, rows: Tried, out: Path) -> int:
     """How many trials of an earlier search count here too: those made with the same, to the last setting."""
-    taken = 0
+    taken, method = 0, search.config.method
     for trial in search.trials:
         folder, made_with = trial_folder(search, trial, out), digest(search, override(search.config, trial.settings))
-        row = rows.get((search.config.method, made_with))
-        if row is None or row["failed"] or note_of(folder).is_file():
-            continue
-        method, value = search.config.method, float(row["ndcg@10"])
-        write_note(folder, Outcome(method, trial.number, dict(trial.settings), value, made_with=made_with))
-        taken += 1
+        row = rows.get((method, made_with))
+        if row is not None and not row["failed"] and not note_of(folder).is_file():
+            value = float(row["ndcg@10"])
+            write_note(folder, Outcome(method, trial.number, dict(trial.settings), value, made_with=made_with))
+            taken += 1
     return taken
 
 
@@ -289,11 +287,9 @@ def write_best(search: Tuning, out: Path) -> Outcome | None:
     over = [known for trial in search.trials if (known := known_outcome(search, trial, out)) is not None]
     best = best_of(over)
     if best is not None:
+        head = f"# trial {best.trial}, the best of the {len(over)} of {len(search.trials)} that are over: "
+        head += f"mean sampled NDCG@10 {best.objective!r} over {search.n_slices} pseudo-slices of the base block\n"
         config = override(search.config, best.settings)
-        head = (
-            f"# trial {best.trial}, the best of the {len(over)} of {len(search.trials)} that are over: "
-            f"mean sampled NDCG@10 {best.objective!r} over {search.n_slices} pseudo-slices of the base block\n"
-        )
         write_text(out / search.config.method / "best.toml", head + to_toml(config))
     return best
 
