@@ -15,7 +15,6 @@ from protofed.cli.run import CACHE, load, print_promise, promise_of, settle, sur
 from protofed.config import RunConfig
 from protofed.errors import check_installed
 from protofed.methods.names import FLAGSHIP, OURS
-from protofed.progress import Stage
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -49,6 +48,7 @@ def demo(
         progress.expect("protofed demo")
         progress(LOADING, 0, None)
         from protofed.experiments.run import Experiment, pick_device
+        from protofed.experiments.stages import stages_of
         from protofed.experiments.summary import summarise_run
         from protofed.methods.labels import run_label
         from protofed.report.page import build, check_target, write
@@ -66,7 +66,8 @@ def demo(
         method = run_label(config)
         console.print(f"{method} …", highlight=False)
         with shown(Console(stderr=True)) as progress:
-            stages = demo_stages(config.stream.n_slices)
+            own = stages_of(config.stream.n_slices)
+            stages = tuple(replace(s, kind=f"{each}: {s.kind}") for each in METHODS for s in own)  # of one method each
             title = f"{method}, {number + 1} of {len(METHODS)} methods"
             progress.expect(title, stages, before=number * len(stages) // len(METHODS))
             experiment = Experiment(config, log, cache, pick_device(device), "protofed demo", keep=around)
@@ -123,13 +124,6 @@ def print_new_items(
         f"{found.without[best]:.0f} to {found.with_content[best]:.0f} of {int(found.available[best])}.",
         highlight=False,
     )
-
-
-def demo_stages(n_slices: int) -> tuple[Stage, ...]:
-    """The stages of one method after another; what one takes says nothing about the next."""
-    from protofed.experiments.stages import stages_of
-
-    return tuple(replace(s, kind=f"{method}: {s.kind}") for method in METHODS for s in stages_of(n_slices))
 
 
 def table(rows: list[tuple[str, dict[str, Any]]], name: str) -> Table:

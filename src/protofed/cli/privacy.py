@@ -34,7 +34,7 @@ def privacy(
 
     No ε is printed without its δ, unit, adjacency, trust model and adversary.
     """
-    from protofed.privacy.accountant import Accountant, adjacency, guarantees
+    from protofed.privacy.accountant import Accountant, adjacency, guarantees, noise_for
     from protofed.privacy.ledger import SHARE, Release, Trust, claim, share_beside
 
     check_size(delta, rounds)
@@ -52,7 +52,9 @@ def privacy(
     else:
         if target_epsilon is not None:
             check_budget(target_epsilon)
-            needed = needed_noise(target_epsilon, delta, rate, rounds, max_uploads, trusted)
+            given: Any = {"trust": trusted, "max_uploads": max_uploads}
+            solvers = get_args(Accountant)
+            needed = {name: noise_for(target_epsilon, delta, rate, rounds, name, **given) for name in solvers}
             noise_multiplier = needed[solver]
             answer |= {"target_epsilon": target_epsilon, "accountant": solver, "noise_for_target": needed}
         assert noise_multiplier is not None
@@ -119,18 +121,6 @@ def read_all(ledgers: list[Path]) -> "tuple[Ledger, Trust]":
     if len(trusts) > 1:
         raise ConfigError(f"ledgers of one trust model add up, these have {' and '.join(trusts)}; price each alone")
     return tuple(release for releases, _ in found for release in releases), found[0][1]
-
-
-def needed_noise(
-    target: float, delta: float, rate: float, rounds: int, max_uploads: int | None, trust: "Trust"
-) -> dict[str, float]:
-    """The multiplier for the target by both accountants, against who sees only what is released."""
-    from protofed.privacy.accountant import Accountant, noise_for
-
-    return {
-        name: noise_for(target, delta, rate, rounds, name, trust=trust, max_uploads=max_uploads)
-        for name in get_args(Accountant)
-    }
 
 
 def show(answer: dict[str, Any]) -> None:

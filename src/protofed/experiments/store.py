@@ -42,17 +42,13 @@ SUMS = {"ndcg@10": "ndcg10_sum", "hr@10": "hr10_sum"}  # what a report reads of 
 KEPT = pa.schema([field for field in METRICS_SCHEMA if field.name != "split"])
 
 
-def _many(rows: pa.Schema) -> pa.ListType:
-    """A table as one value; the name is the one that reading gives, so that what was read is written the same."""
-    return pa.list_(pa.field("element", pa.struct(list(rows))))
-
-
+# Lists have the name `element` that reading gives them, so that what was read is written the same.
 SCHEMA = pa.schema(
     [
         ("folder", pa.string()),  # below the folder that was packed, and below the name it was given in the store
         *((name, pa.string()) for name in TEXTS),
         ("seconds", pa.map_(pa.string(), pa.float64())),  # by stage
-        ("metrics", _many(KEPT)),  # less what ranks tell
+        ("metrics", pa.list_(pa.field("element", pa.struct(list(KEPT))))),  # less what ranks tell
         ("queries", pa.string()),  # this and the next two: null where the run kept no ranks
         ("like", pa.list_(pa.field("element", pa.int32()))),  # the rows whose ranks these are coded beside
         ("ranks", pa.binary()),
