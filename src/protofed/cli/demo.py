@@ -66,8 +66,8 @@ def demo(
         method = run_label(config)
         console.print(f"{method} …", highlight=False)
         with shown(Console(stderr=True)) as progress:
-            own = stages_of(config.stream.n_slices)
-            stages = tuple(replace(s, kind=f"{each}: {s.kind}") for each in METHODS for s in own)  # of one method each
+            own = stages_of(config.stream.n_slices)  # what a stage takes says nothing about other methods' stages
+            stages = tuple(replace(s, kind=f"{each}: {s.kind}") for each in METHODS for s in own)
             title = f"{method}, {number + 1} of {len(METHODS)} methods"
             progress.expect(title, stages, before=number * len(stages) // len(METHODS))
             experiment = Experiment(config, log, cache, pick_device(device), "protofed demo", keep=around)

@@ -166,7 +166,7 @@ def together(written: Mapping[str, object], flags: Mapping[str, object], setting
     method = str(named.get("method", base.method))
     brought = method_named(method).settings
     asked = {"privacy.target_epsilon", "privacy.noise_multiplier"} & flags.keys()
-    wrapped = {"privacy.wrap": True} if asked and not has_modes(method) else {}  # those with modes learn so themselves
+    wrapped = {"privacy.wrap": True} if asked and not has_modes(method) else {}  # a method with modes does so itself
     chosen = in_range(override(base, {**brought, **written, **wrapped, **flags, **typed}))
     check_sharing(chosen, {*written, *flags, *typed})
     configured(chosen)  # a wrong hyper-parameter is told before any log is read

@@ -110,7 +110,7 @@ def run_cells(
                 status = Status("running", began=time.monotonic())
                 if ended is not None:
                     note_warm_up(cell)
-                    status = over(cell, ended, out, board[cell.folder])
+                    status = record_end(cell, ended, out, board[cell.folder])
                 if status.state == "done":
                     warm.add(cell.warm_up)
                 board[cell.folder] = status
@@ -133,7 +133,7 @@ def startable(waiting: Sequence[Cell], running: Sequence[Cell], warm: set[str], 
     return chosen
 
 
-def over(cell: Cell, ended: Ended, out: Path, before: Status) -> Status:
+def record_end(cell: Cell, ended: Ended, out: Path, before: Status) -> Status:
     """A cell's status once its worker has ended; what a failed one said is kept below `failed` until it succeeds."""
     folder, path = out / cell.folder, out / "failed" / f"{cell.folder}.txt"
     spent = time.monotonic() - before.began
