@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MB = 2**20
-MOST = {"results/, MB": 12.0, "docs/report.html, MB": 2.0, "cli + experiments + report, lines": 8956}
+MOST = {"results/, MB": 12.0, "docs/report.html, MB": 2.0, "cli + experiments + report, lines": 8650}
 
 
 def megabytes(*paths: Path) -> float:

@@ -62,7 +62,7 @@ class Played:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
-    monkeypatch.setattr(bench, "PAUSE", 0.001)
+    monkeypatch.setattr(pool, "PAUSE", 0.001)
 
 
 @pytest.fixture(scope="module")

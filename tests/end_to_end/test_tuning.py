@@ -283,7 +283,7 @@ def test_a_state_that_is_not_finite_is_recorded_as_a_failure(tmp_path):
 
 
 def test_an_objective_that_is_not_a_number_is_recorded_as_a_failure(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "objective", lambda run: math.nan)
+    monkeypatch.setattr(module, "accuracy", lambda values: math.nan)
     search = searched(n_trials=1)
     judged = run_trial(search, search.trials[0], tmp_path / "out", tmp_path / "cache")
     assert (judged.objective, judged.failed) == (None, "diverged: the objective is not finite")

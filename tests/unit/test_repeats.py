@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from repeats import KINDS, first_meetings, kinds  # noqa: E402
 
-from protofed.cli.run import synthetic_log  # noqa: E402
+from protofed.cli.run import synthetic_world  # noqa: E402
 from protofed.slices.stream import slice_log  # noqa: E402
 
 
@@ -25,7 +25,7 @@ def test_the_first_meeting_of_a_user_and_an_item_is_where_a_loop_finds_it():
 
 
 def test_a_question_is_of_the_kind_that_a_loop_over_the_log_says():
-    data = slice_log(synthetic_log(), n_slices=3)
+    data = slice_log(synthetic_world().log, n_slices=3)
     pairs, first, seen = list(zip(data.log.users.tolist(), data.log.items.tolist(), strict=True)), {}, set()
     for position, pair in enumerate(pairs):
         first.setdefault(pair, position)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -132,9 +132,8 @@ def job(cell: "Cell", *, out: Path, root: Path, cache: Path, device: str) -> "Jo
 
     flags = ("--root", str(root)) if cell.config.dataset != "synthetic" else ()
     command = cell.command(*flags, "--out", str(out / cell.folder))
-    places = (str(path.absolute()) for path in (out / cell.folder, root, cache))
-    folder, root_, cache_ = places
-    return Job(folder, to_toml(cell.config), root_, cache_, device, command)
+    folder, data, warm_ups = (str(path.absolute()) for path in (out / cell.folder, root, cache))
+    return Job(folder, to_toml(cell.config), data, warm_ups, device, command)
 
 
 @contextlib.contextmanager
@@ -156,32 +155,26 @@ def stoppable(out: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def told(cells: Sequence["Cell"], board: "Board", jobs: int) -> Iterator["Tell"]:
-    """One line per event on stderr, above a bar on a terminal."""
+    """One line on stderr when a cell starts, finishes or fails, above a bar on a terminal."""
     console, now = Console(stderr=True), dict(board)
     kept = sum(status.state == "done" for status in board.values())
     console.print(f"{len(cells)} cells, {kept} done before, {jobs} at once", highlight=False)
     with shown(console) as bars:
 
         def tell(cell: "Cell", status: "Status") -> None:
-            log_event(cells, now, jobs, console, cell, status)
+            now[cell.folder] = status
+            so_far = overall(cells, now, jobs)
+            said = {
+                "running": "started",
+                "done": f"done in {status.seconds:.0f} s, NDCG@10 {status.score:.4f}; {so_far}",
+                "failed": f"failed: {status.error}",
+            }
+            line = f"{time.strftime('%H:%M:%S')} {cell.folder} {said[status.state]}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
             over = sum(status.state in ("done", "failed") for status in now.values())
-            bars("cells", over, len(cells), overall(cells, now, jobs))
+            bars("cells", over, len(cells), so_far)
 
         yield tell
-
-
-def log_event(
-    cells: Sequence["Cell"], now: "Board", jobs: int, console: Console, cell: "Cell", status: "Status"
-) -> None:
-    """One line when a cell starts, finishes or fails."""
-    now[cell.folder] = status
-    said = {
-        "running": "started",
-        "done": f"done in {status.seconds:.0f} s, NDCG@10 {status.score:.4f}; {overall(cells, now, jobs)}",
-        "failed": f"failed: {status.error}",
-    }
-    line = f"{time.strftime('%H:%M:%S')} {cell.folder} {said[status.state]}"
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def overall(cells: Sequence["Cell"], board: "Board", jobs: int) -> str:
@@ -197,22 +190,17 @@ def overall(cells: Sequence["Cell"], board: "Board", jobs: int) -> str:
 
 def print_plan(cells: Sequence["Cell"], board: "Board", out: Path, as_json: bool) -> None:
     """Every cell and whether it is done; nothing is written."""
-    plan = [(cell.folder, plan_of(out / cell.folder, board[cell.folder].state)) for cell in cells]
-    left = sum(state != "done" for _, state in plan)
+    plan: list[dict[str, str]] = []
+    for cell in cells:
+        waiting = "started" if (out / cell.folder / "config.toml").is_file() else "left"  # a killed run continues
+        plan.append({"folder": cell.folder, "state": "done" if board[cell.folder].state == "done" else waiting})
+    left = sum(row["state"] != "done" for row in plan)
     if as_json:
-        rows = [{"folder": folder, "state": state} for folder, state in plan]
-        print(json.dumps({"cells": rows, "done": len(plan) - left, "left": left}, indent=2))
+        print(json.dumps({"cells": plan, "done": len(plan) - left, "left": left}, indent=2))
         return
-    for folder, state in plan:
-        print(f"{state:<8} {folder}")
+    for row in plan:
+        print(f"{row['state']:<8} {row['folder']}")
     print(f"{len(plan)} cells: {len(plan) - left} done, {left} left")
-
-
-def plan_of(folder: Path, state: str) -> str:
-    """done, started (a killed run, which continues) or left."""
-    if state == "done":
-        return state
-    return "started" if (folder / "config.toml").is_file() else "left"
 
 
 def finish(cells: Sequence["Cell"], board: "Board", out: Path, as_json: bool) -> None:
@@ -227,45 +215,29 @@ def finish(cells: Sequence["Cell"], board: "Board", out: Path, as_json: bool) ->
     for name, error in failed.items():
         print(f"failed: {name}: {error}", file=sys.stderr)
     if failed:
-        print(
-            f"{len(failed)} of {len(board)} cells failed ({out / 'failed'}); the same command tries them again",
-            file=sys.stderr,
-        )
+        told = f"{len(failed)} of {len(board)} cells failed ({out / 'failed'})"
+        print(f"{told}; the same command tries them again", file=sys.stderr)
         raise typer.Exit(1)
 
 
-def final_rows(cells: Sequence["Cell"], out: Path) -> list[dict[str, object]]:
+def final_rows(cells: Sequence["Cell"], out: Path) -> list[dict[str, Any]]:
     """Per data set, method and variant: its finished seeds and their mean and spread, a missing number as null."""
     from protofed.experiments.folder import RunFolder
-    from protofed.experiments.summary import summarise_run
+    from protofed.experiments.summary import headline_ndcg, summarise_run
     from protofed.experiments.tidy import finished_runs
 
     asked = {out / cell.folder for cell in cells}
-    groups: dict[tuple[str, str, str], list[dict[str, object]]] = {}
+    groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for run in finished_runs(out):
         if run.path in asked:
             key = (run.config.dataset, run.config.method, run.variant)
             groups.setdefault(key, []).append(summarise_run(RunFolder(run.path)))
     return [
-        {
-            **dict(zip(("dataset", "method", "variant"), key, strict=True)),
-            "seeds": [found["seed"] for found in runs],
-            **{
-                f"ndcg@10/{kind}/{subset}": spread([headline(r, kind, subset) for r in runs])
-                for kind, subset in COLUMNS
-            },
-            "af": spread([float(str(found["af"])) for found in runs]),
-        }
-        for key, runs in groups.items()
+        {"dataset": dataset, "method": method, "variant": variant, "seeds": [run["seed"] for run in runs]}
+        | {"/".join(("ndcg@10", *column)): spread([headline_ndcg(run, *column) for run in runs]) for column in COLUMNS}
+        | {"af": spread([run["af"] for run in runs])}
+        for (dataset, method, variant), runs in groups.items()
     ]
-
-
-def headline(summary: dict[str, object], candidates: str, subset: str) -> float:
-    """The run's NDCG@10 of one column; NaN where it had no such query."""
-    rows = summary["headline"]
-    assert isinstance(rows, list)
-    found = [row["ndcg@10"] for row in rows if (row["candidates"], row["subset"]) == (candidates, subset)]
-    return float(found[0]) if found else math.nan
 
 
 def spread(values: list[float]) -> dict[str, float | None]:
@@ -276,7 +248,7 @@ def spread(values: list[float]) -> dict[str, float | None]:
     return {"mean": fmean(known) if known else None, "std": stdev(known) if len(known) > 1 else None}
 
 
-def print_rows(rows: Sequence[dict[str, object]], out: Path) -> None:
+def print_rows(rows: Sequence[dict[str, Any]], out: Path) -> None:
     """The final table for a person, one per data set."""
     console = Console()
     for dataset in dict.fromkeys(row["dataset"] for row in rows):
@@ -287,15 +259,12 @@ def print_rows(rows: Sequence[dict[str, object]], out: Path) -> None:
             table.add_column(f"{LABELS[kind]}\n{subset}", justify="right", no_wrap=True)
         for row in rows:
             if row["dataset"] == dataset:
-                seeds = str(len(row["seeds"])) if isinstance(row["seeds"], list) else ""
-                numbers = [shown_spread(row[f"ndcg@10/{kind}/{subset}"]) for kind, subset in COLUMNS]
-                table.add_row(str(row["method"]), str(row["variant"]), seeds, *numbers)
+                numbers = [shown_spread(**row[f"ndcg@10/{kind}/{subset}"]) for kind, subset in COLUMNS]
+                table.add_row(row["method"], row["variant"], str(len(row["seeds"])), *numbers)
         console.print(table)
     console.print(f"every metric: {out / 'results.parquet'}", highlight=False, soft_wrap=True)
 
 
-def shown_spread(found: object) -> str:
+def shown_spread(mean: float | None, std: float | None) -> str:
     """`0.412±0.003`, without the spread where there is one seed."""
-    if not isinstance(found, dict) or found["mean"] is None:
-        return "–"
-    return f"{found['mean']:.3f}" + (f"±{found['std']:.3f}" if found["std"] is not None else "")
+    return "–" if mean is None else f"{mean:.3f}" if std is None else f"{mean:.3f}±{std:.3f}"

@@ -9,10 +9,10 @@ import typer
 from rich.console import Console
 
 from protofed.cli.group import Group
-from protofed.cli.own_data import import_
 from protofed.cli.progress import shown
 
 if TYPE_CHECKING:
+    from protofed.data.own_import import ItemSummary, Summary
     from protofed.data.stats import LogStats
 
 app = typer.Typer(cls=Group, help="Official data sets and prepared logs.", no_args_is_help=True)
@@ -36,7 +36,54 @@ def list_(root: Path = ROOT, as_json: bool = AS_JSON) -> None:
     typer.echo(f"prepared under {root}: {', '.join(found) or 'none'}")
 
 
-app.command("import")(import_)
+@app.command("import")
+def import_(
+    file: Path = typer.Argument(help="The log: csv (or with tabs, ; or |), jsonl or parquet; a text may be .gz."),
+    name: str = typer.Option(..., "--as", help="The name of the prepared log."),
+    user: str | None = typer.Option(None, "--user", help="The column of users (default: found by its name)."),
+    item: str | None = typer.Option(None, "--item", help="The column of items."),
+    time: str | None = typer.Option(None, "--time", help="The column of times."),
+    rating: str | None = typer.Option(None, "--rating", help="The column of ratings; '' reads none."),
+    event: str | None = typer.Option(None, "--event", help="The column of event names; '' reads none."),
+    time_format: str | None = typer.Option(
+        None, "--time-format", help="How times are written, such as '%d.%m.%Y %H:%M' (default: ISO 8601 or unix time)."
+    ),
+    items: Path | None = typer.Option(None, "--items", help="A table of the items, with titles, texts or places."),
+    no_header: bool = typer.Option(
+        False, "--no-header", help="The file has no header; columns are called 1, 2, 3, ..."
+    ),
+    malformed: float = typer.Option(0.01, "--malformed", help="The share of rows that may be malformed and dropped."),
+    encoding: str = typer.Option("utf-8", "--encoding", help="The encoding: utf-8, latin-1 or cp1252."),
+    root: Path = typer.Option(Path("data"), "--root", help="The folder of prepared logs."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace a different log of that name."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object instead of sentences."),
+) -> None:
+    """Read your own log and write it as a prepared log."""
+    from protofed.data.catalog import check_encoding
+    from protofed.data.own_import import import_log
+    from protofed.data.own_log import Asked
+
+    check_encoding(encoding)
+    with shown(Console(stderr=True)) as progress:
+        done = import_log(
+            file,
+            name,
+            root,
+            Asked(user, item, time, rating, event, time_format),
+            progress,
+            items=items,
+            encoding=encoding,
+            header=not no_header,
+            malformed_share=malformed,
+            overwrite=overwrite,
+        )
+    for line in _choices(done):
+        typer.echo(line, err=True)
+    if as_json:
+        _print_json(done.as_dict())
+        return
+    for line in _import_sentences(done):
+        typer.echo(line)
 
 
 @app.command()
@@ -107,6 +154,65 @@ def _sentences(found: "LogStats") -> Iterator[str]:
         yield "events: " + ", ".join(f"{event} {n:,}" for event, n in found.events.items())
     if found.mean_rating is not None:
         yield f"mean rating: {found.mean_rating}"
+
+
+def _choices(done: "Summary") -> Iterator[str]:
+    """Which column was taken for what."""
+    taken = (
+        f"{role} = {column}" + (f" ({done.time})" if role == "time" else "") for role, column in done.columns.items()
+    )
+    yield ", ".join(taken)
+    if done.item_table is not None:
+        yield f"{done.item_table.source}: " + ", ".join(
+            f"{role} = {name}" for role, name in done.item_table.columns.items()
+        )
+    yield from done.remarks
+
+
+def _import_sentences(done: "Summary") -> Iterator[str]:
+    size = f"{_of(done.rows, 'row')}, {_of(done.users, 'user')}, {_of(done.items, 'item')}"
+    yield f"{done.file}: {size}, {done.first} to {done.last}"
+    lost = ""
+    if done.first_malformed is not None:
+        first = done.first_malformed
+        lost = f", {done.malformed:,} malformed and dropped (the first is row {first['row']:,}: {first['what']})"
+    yield f"{_of(done.read, 'row')} read{lost}"
+    if done.duplicates:
+        again = _of(done.duplicates, "row")
+        yield f"duplicates, which are kept: {again} with the user, item and time of an earlier one"
+    if done.users_below_five:
+        yield (
+            f"users with fewer than five events: {done.users_below_five:,} of {done.users:,}; they are not trained on, "
+            "and are served from their own history at once"
+        )
+    core = done.five_core
+    if core.rows:
+        size = f"{_of(core.rows, 'row')}, {_of(core.users, 'user')}, {_of(core.items, 'item')}"
+        yield f"5-core, which is trained on: {size}"
+        if core.items < done.items:
+            yield f"items outside it, which are never recommended: {done.items - core.items:,} of {done.items:,}"
+    else:
+        yield "5-core leaves nothing (no users and items with five rows each): a run needs a larger log"
+    if done.item_table is not None:
+        yield from _item_sentences(done.item_table, done.items)
+
+
+def _item_sentences(table: "ItemSummary", n_items: int) -> Iterator[str]:
+    about = ", ".join(role for role in table.columns if role != "item")
+    yield f"{table.file}: {_of(table.rows, 'item')} with {about or 'nothing else'}"
+    yield f"{table.log_items_without_row:,} of {n_items:,} items have no row in {table.source}"
+    lost = {
+        "rows without a usable identifier, dropped": table.malformed,
+        "rows that repeat an item, dropped (the first is kept)": table.duplicates,
+        "items at an impossible latitude or longitude, which is left out": table.misplaced,
+    }
+    yield from (f"{what}: {count:,}" for what, count in lost.items() if count)
+    if table.dropped_columns:
+        yield f"columns left out: {', '.join(table.dropped_columns)}"
+
+
+def _of(count: int, thing: str) -> str:
+    return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
 
 
 def _print_json(value: dict[str, object]) -> None:

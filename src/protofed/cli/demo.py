@@ -9,19 +9,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from protofed.cli.bench import COLUMNS, LABELS
 from protofed.cli.progress import LOADING, shown
-from protofed.cli.run import CACHE, load, print_promise, settle, surroundings
+from protofed.cli.run import CACHE, load, print_promise, promise_of, settle, surroundings
 from protofed.config import RunConfig
 from protofed.errors import check_installed
 from protofed.methods.names import FLAGSHIP, OURS
-from protofed.progress import Stage
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from protofed.data.interactions import InteractionLog
 
-LABELS = {"sampled": "1+99", "full": "full"}
 METHODS: Mapping[str, Mapping[str, object]] = {  # by the folder of the run
     "popularity": {"method": "popularity"},
     "frozen": {"method": "frozen"},
@@ -49,10 +48,9 @@ def demo(
         progress.expect("protofed demo")
         progress(LOADING, 0, None)
         from protofed.experiments.run import Experiment, pick_device
+        from protofed.experiments.stages import stages_of
         from protofed.experiments.summary import summarise_run
-        from protofed.methods.catalogue import shares_nothing
         from protofed.methods.labels import run_label
-        from protofed.privacy.promise import promised
         from protofed.report.page import build, check_target, write
 
         check_target(report)
@@ -61,21 +59,22 @@ def demo(
         log, around = load(chosen, root), surroundings(chosen, root)
     console = Console()
     console.print(f"{log.name}: {len(log):,} events, {log.n_users:,} users, {log.n_items:,} items", highlight=False)
-    rows: list[tuple[str, dict[str, object]]] = []
+    rows: list[tuple[str, dict[str, Any]]] = []
     said: dict[str, object] = {}
     for number, (name, settings) in enumerate(METHODS.items()):
         config = settle({"dataset": dataset, **settings})
         method = run_label(config)
         console.print(f"{method} …", highlight=False)
         with shown(Console(stderr=True)) as progress:
-            stages = demo_stages(config.stream.n_slices)
+            own = stages_of(config.stream.n_slices)  # what a stage takes says nothing about other methods' stages
+            stages = tuple(replace(s, kind=f"{each}: {s.kind}") for each in METHODS for s in own)
             title = f"{method}, {number + 1} of {len(METHODS)} methods"
             progress.expect(title, stages, before=number * len(stages) // len(METHODS))
             experiment = Experiment(config, log, cache, pick_device(device), "protofed demo", keep=around)
             folder = experiment.run(out / name, progress)
         rows.append((method, summarise_run(folder)))
         if config.method == FLAGSHIP:
-            said[method] = promised(out / name / "ledger.json", config.privacy.delta, nothing=shares_nothing(config))
+            said[method] = promise_of(folder, config)
     console.print(table(rows, log.name))
     console.print(meaning(rows, list(said)), highlight=False)
     for method, promise in said.items():
@@ -85,23 +84,15 @@ def demo(
     console.print(f"wrote {report}: open it in a browser", highlight=False)
     print_new_items(chosen, log, around.items, cache, pick_device(device), console)
     if dataset == "synthetic":
-        console.print(
-            "With your own log: `protofed data import FILE --as NAME`, then `protofed demo --dataset NAME`.",
-            highlight=False,
-        )
+        way_on = "`protofed data import FILE --as NAME`, then `protofed demo --dataset NAME`"
+        console.print(f"With your own log: {way_on}.", highlight=False)
 
 
-def meaning(rows: Sequence[tuple[str, dict[str, object]]], ours: Sequence[str]) -> str:
+def meaning(rows: Sequence[tuple[str, dict[str, Any]]], ours: Sequence[str]) -> str:
     """What the table says, in one sentence: what a device reaches without others, and who else is there."""
-    reached = {
-        method: next(
-            row["ndcg@10"]
-            for row in summary["headline"]  # type: ignore[attr-defined]
-            if (row["candidates"], row["subset"]) == ("full", "all")
-        )
-        for method, summary in rows
-    }
-    alone = ours[0]
+    from protofed.experiments.summary import headline_ndcg
+
+    reached, alone = {method: headline_ndcg(summary, "full", "all") for method, summary in rows}, ours[0]
     ahead = [method for method, value in reached.items() if method not in ours and value > reached[alone]]
     place = f"behind {', '.join(ahead)}" if ahead else "ahead of all other methods here"
     return (
@@ -135,25 +126,19 @@ def print_new_items(
     )
 
 
-def demo_stages(n_slices: int) -> tuple[Stage, ...]:
-    """The stages of one method after another; what one takes says nothing about the next."""
-    from protofed.experiments.stages import stages_of
-
-    return tuple(replace(s, kind=f"{method}: {s.kind}") for method in METHODS for s in stages_of(n_slices))
-
-
-def table(rows: list[tuple[str, dict[str, object]]], name: str) -> Table:
+def table(rows: list[tuple[str, dict[str, Any]]], name: str) -> Table:
     """NDCG@10 of each method: sampled and full ranking, all and novel events."""
-    shown_as = (("sampled", "all"), ("sampled", "novel"), ("full", "all"), ("full", "novel"))
+    from protofed.experiments.summary import headline_ndcg
+
     made = Table(
         title=f"NDCG@10 on {name}, mean over slices",
         caption="1+99: sampled candidates; full: all items; AF: forgetting, lower is better",
     )
     made.add_column("method", no_wrap=True)
-    for candidates, subset in shown_as:
+    for candidates, subset in COLUMNS:
         made.add_column(f"{LABELS[candidates]}\n{subset}", justify="right", no_wrap=True)
     made.add_column("AF", justify="right")
     for method, summary in rows:
-        found = {(row["candidates"], row["subset"]): row["ndcg@10"] for row in summary["headline"]}  # type: ignore[attr-defined]
-        made.add_row(method, *(f"{found.get(key, float('nan')):.3f}" for key in shown_as), f"{summary['af']:.3f}")
+        values = (*(headline_ndcg(summary, *column) for column in COLUMNS), summary["af"])
+        made.add_row(method, *(f"{value:.3f}" for value in values))
     return made

@@ -46,26 +46,21 @@ def features(
         progress.expect(f"protofed features {name}")
         items = item_table(name, root)
         if items is None:
-            raise DataError(
-                f"{name} has no item table under {root}; "
-                "import one by `protofed data import LOG --items FILE --as NAME`"
-            )
+            way_out = "import one by `protofed data import LOG --items FILE --as NAME`"
+            raise DataError(f"{name} has no item table under {root}; {way_out}")
         from protofed.features.build import make, plain_features
 
         given = {"text": text, "image": image, "vectors": vectors}
         asked = {*plain_features(items), *(feature for feature, model in given.items() if model is not None)}
         made = {feature: make(feature, config, items, cache, progress) for feature in FEATURES if feature in asked}
-    told = {
-        feature: {"items": int(one.modality.present.sum()), "width": one.modality.vectors.shape[1], **one.notes}
-        for feature, one in made.items()
-    }
+    sizes = {f: {"items": int(m.modality.present.sum()), "width": m.modality.vectors.shape[1]} for f, m in made.items()}
     if as_json:
+        told = {feature: {**size, **made[feature].notes} for feature, size in sizes.items()}
         typer.echo(json.dumps({"name": name, "items": items.num_rows, "features": told}, ensure_ascii=False))
         return
     typer.echo(f"{name}: {items.num_rows:,} items")
-    for feature, one in made.items():
-        m = one.modality
-        lost = "".join(f", {count:,} {what}" for what, count in one.notes.items() if count)
-        typer.echo(f"{feature}: {int(m.present.sum()):,} items, {m.vectors.shape[1]} numbers each{lost}")
+    for feature, size in sizes.items():
+        lost = "".join(f", {count:,} {what}" for what, count in made[feature].notes.items() if count)
+        typer.echo(f"{feature}: {size['items']:,} items, {size['width']} numbers each{lost}")
     if not made:
         typer.echo("nothing was asked for that the table has: give --text MODEL, --image MODEL or --vectors FILE")

@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from protofed.cli.progress import LOADING, shown
-from protofed.cli.run import CACHE, check_dial, load, print_summary, settle, surroundings
-from protofed.config import RunConfig
+from protofed.cli.run import CACHE, check_dial, load, print_result, settle, surroundings
+from protofed.config import RunConfig, override
 from protofed.errors import ConfigError, check_installed
 from protofed.methods.names import FLAGSHIP, OURS
 
@@ -87,9 +87,6 @@ def run_with(engine: str, config: RunConfig, root: Path, out: Path, hosts: int, 
     """A run like any other, its rounds carried by an engine."""
     from protofed.deployment.flower.engines import ENGINES, Federated
     from protofed.experiments.run import Experiment
-    from protofed.experiments.summary import summarise_run
-    from protofed.methods.catalogue import shares_nothing
-    from protofed.privacy.promise import promised
 
     if engine not in ENGINES:
         raise ConfigError(f"--engine must be one of {', '.join(ENGINES)}, got {engine!r}")
@@ -101,10 +98,7 @@ def run_with(engine: str, config: RunConfig, root: Path, out: Path, hosts: int, 
         carried: Any = lambda method: Federated(method, place, log, hosts, ENGINES[engine])  # noqa: E731
         experiment = Experiment(config, log, cache, command=command, keep=around, through=carried)
         folder = experiment.run(out, progress)
-    summary = summarise_run(folder)
-    said = promised(folder.path / "ledger.json", config.privacy.delta, nothing=shares_nothing(config))
-    summary |= {"variant": config.variant, "privacy": said}
-    print(json.dumps(summary, indent=2, ensure_ascii=False)) if as_json else print_summary(summary, out)
+    print_result(folder, config, as_json)
 
 
 def prepare_folders(config: RunConfig, root: Path, out: Path, hosts: int, cache: Path) -> None:
@@ -198,7 +192,7 @@ def demonstrate(scratch: Path, cache: Path, say: Callable[[str], None], config: 
     from protofed.progress import silent
 
     began = time.monotonic()
-    config = config or demo_config()
+    config = config or override(settle({"dataset": "synthetic", "method": OURS}), DEMO)
     log = load(config, scratch)
     say(f"{log.name}: {log.n_users:,} users on {NODES} hosts; the base block, half of the log, is learned …")
     world, data = begun(config, log, cache, silent)
@@ -223,25 +217,15 @@ def demonstrate(scratch: Path, cache: Path, say: Callable[[str], None], config: 
     }
 
 
-def demo_config() -> RunConfig:
-    """The settings of the demo."""
-    from protofed.config import override
-
-    return override(settle({"dataset": "synthetic", "method": OURS}), DEMO)
-
-
 def ndcg_of(method: Any, world: "World", state: Any, data: "SliceStream") -> dict[str, float]:
     """NDCG@10 on the test part of slice 1, sampled candidates: all events, and those on items new to their user."""
     from protofed.experiments.evaluate import answer, metric_rows
 
     asked = data.query_set(1, "test")
     answered = answer(method, world, state, data.slice_(1).train_counts(), data, asked, 1, None)
-    found = {
-        row["subset"]: row["value"]
-        for row in metric_rows(answered)
-        if (row["candidates"], row["metric"]) == ("sampled", "ndcg@10")
-    }
-    return {name: float(found[name]) for name in ("all", "novel") if name in found}  # type: ignore[arg-type]
+    found = {(row["candidates"], row["subset"], row["metric"]): row["value"] for row in metric_rows(answered)}
+    wanted = {name: ("sampled", name, "ndcg@10") for name in EVENTS}
+    return {name: found[key] for name, key in wanted.items() if key in found}
 
 
 def print_demo(result: Mapping[str, Any]) -> None:

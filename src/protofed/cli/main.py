@@ -39,10 +39,8 @@ class Commands(Group):
             print(f"error: {said} See `{command} --help`", file=sys.stderr)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            resumed = ctx.invoked_subcommand in RESUMABLE
             where = "; the same command goes on from the last finished slice, or epoch of the warm-up"
-            continues = where if resumed else ""
-            print(f"stopped{continues}", file=sys.stderr)
+            print(f"stopped{where if ctx.invoked_subcommand in RESUMABLE else ''}", file=sys.stderr)
             raise typer.Exit(130) from None
 
 
@@ -55,12 +53,7 @@ def print_version(asked: bool) -> bool:
     return asked
 
 
-app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    add_completion=False,
-)
+app = typer.Typer(cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 
 
 @app.callback(help="Private, continual personalization for web sites.")
@@ -72,17 +65,8 @@ def about(
 
 
 app.add_typer(data_commands.app, name="data", help="Import, prepare, list and count logs.")
-app.command()(run)
-app.command()(features)
-app.command()(recommend)
-app.command()(bench)
-app.command()(report)
-app.command()(pack)
-app.command()(demo)
-app.command()(federate)
-app.command()(speed)
-app.command()(privacy)
-app.command()(tune)
+for command in (run, features, recommend, bench, report, pack, demo, federate, speed, privacy, tune):
+    app.command()(command)
 
 
 def main() -> None:
@@ -96,10 +80,8 @@ def main() -> None:
     except (MemoryError, RuntimeError) as problem:
         if not is_out_of_memory(problem):
             raise
-        print(
-            "error: out of memory; use smaller settings or a smaller --clients. What is finished is kept",
-            file=sys.stderr,
-        )
+        way_out = "use smaller settings or a smaller --clients. What is finished is kept"
+        print(f"error: out of memory; {way_out}", file=sys.stderr)
         sys.exit(2)
 
 

@@ -34,7 +34,7 @@ def privacy(
 
     No ε is printed without its δ, unit, adjacency, trust model and adversary.
     """
-    from protofed.privacy.accountant import Accountant, adjacency, guarantees
+    from protofed.privacy.accountant import Accountant, adjacency, guarantees, noise_for
     from protofed.privacy.ledger import SHARE, Release, Trust, claim, share_beside
 
     check_size(delta, rounds)
@@ -52,14 +52,18 @@ def privacy(
     else:
         if target_epsilon is not None:
             check_budget(target_epsilon)
-            needed = needed_noise(target_epsilon, delta, rate, rounds, max_uploads, trusted)
+            given: Any = {"trust": trusted, "max_uploads": max_uploads}
+            solvers = get_args(Accountant)
+            needed = {name: noise_for(target_epsilon, delta, rate, rounds, name, **given) for name in solvers}
             noise_multiplier = needed[solver]
             answer |= {"target_epsilon": target_epsilon, "accountant": solver, "noise_for_target": needed}
         assert noise_multiplier is not None
         releases = (Release(noise_multiplier, rate, rounds, max_uploads=max_uploads),)
         answer |= {"noise_multiplier": noise_multiplier, "rate": rate, "rounds": rounds}
         answer |= {"noise_std": _stds(noise_multiplier)}
-    answer |= {"trust": trusted, "adjacency": adjacency(trusted), "releases": [_release(r) for r in releases]}
+    told = ("stream", "noise_multiplier", "sampling_rate", "count")
+    answer |= {"trust": trusted, "adjacency": adjacency(trusted)}
+    answer |= {"releases": [{name: getattr(release, name) for name in told} for release in releases]}
     promised = guarantees(releases, delta)
     check_promises(promised)
     answer["guarantees"] = [_row(guarantee, releases) for guarantee in promised]
@@ -99,7 +103,14 @@ def check_promises(promised: "list[Guarantee]") -> None:
 
 def read_all(ledgers: list[Path]) -> "tuple[Ledger, Trust]":
     """The releases of all files, one after the other, and the trust model of all of them."""
-    found = [read(ledger) for ledger in ledgers]
+    from protofed.privacy.ledger import read_ledger
+
+    found = []
+    for path in ledgers:
+        try:
+            found.append(read_ledger(path))
+        except (OSError, OverflowError, RecursionError) as broken:
+            raise DataError(f"{path}: cannot be read as a ledger: {broken}; a run writes ledger.json") from broken
     for path, (releases, _) in zip(ledgers, found, strict=True):
         if not releases:  # not ε = 0: what was trained without the mechanism is not in the ledger either
             raise ConfigError(
@@ -110,28 +121,6 @@ def read_all(ledgers: list[Path]) -> "tuple[Ledger, Trust]":
     if len(trusts) > 1:
         raise ConfigError(f"ledgers of one trust model add up, these have {' and '.join(trusts)}; price each alone")
     return tuple(release for releases, _ in found for release in releases), found[0][1]
-
-
-def read(ledger: Path) -> "tuple[Ledger, Trust]":
-    """The releases in a file and their trust model, or a refusal in one line."""
-    from protofed.privacy.ledger import read_ledger
-
-    try:
-        return read_ledger(ledger)
-    except (OSError, OverflowError, RecursionError) as broken:
-        raise DataError(f"{ledger}: cannot be read as a ledger: {broken}; a run writes ledger.json") from broken
-
-
-def needed_noise(
-    target: float, delta: float, rate: float, rounds: int, max_uploads: int | None, trust: "Trust"
-) -> dict[str, float]:
-    """The multiplier for the target by both accountants, against who sees only what is released."""
-    from protofed.privacy.accountant import Accountant, noise_for
-
-    return {
-        name: noise_for(target, delta, rate, rounds, name, trust=trust, max_uploads=max_uploads)
-        for name in get_args(Accountant)
-    }
 
 
 def show(answer: dict[str, Any]) -> None:
@@ -196,18 +185,10 @@ def _fewer(guarantee: "Guarantee", release: "Release") -> list[dict[str, Any]]:
     rows = []
     for uploads, note in zip(usual_uploads(release, guarantee.delta), notes, strict=True):
         fewer = (Release(release.noise_multiplier, 1.0, max(1, uploads)),)
-        prices = {
-            name: rounded_up(
-                epsilon(fewer, guarantee.delta, adversary="server", trust=guarantee.trust, accountant=name)
-            )
-            for name in get_args(Accountant)
-        }
+        against: Any = {"adversary": "server", "trust": guarantee.trust}
+        prices = {n: rounded_up(epsilon(fewer, guarantee.delta, accountant=n, **against)) for n in get_args(Accountant)}
         rows.append({"uploads": max(1, uploads), "epsilon": prices, "note": note})
     return rows
-
-
-def _release(release: "Release") -> dict[str, Any]:
-    return {name: getattr(release, name) for name in ("stream", "noise_multiplier", "sampling_rate", "count")}
 
 
 def _stds(noise_multiplier: float) -> dict[str, float]:
@@ -215,11 +196,8 @@ def _stds(noise_multiplier: float) -> dict[str, float]:
     from protofed.privacy.upload import UploadRule
 
     rule = UploadRule(n_prototypes=1)
-    trusts: tuple[Trust, ...] = get_args(Trust)
-    return {
-        trust: round(noise_multiplier * (rule.replace_sensitivity if trust == "local" else rule.sensitivity), 6)
-        for trust in trusts
-    }
+    lengths = {trust: rule.replace_sensitivity if trust == "local" else rule.sensitivity for trust in get_args(Trust)}
+    return {trust: round(noise_multiplier * length, 6) for trust, length in lengths.items()}
 
 
 def _one_of(flag: str, value: str, allowed: tuple[str, ...]) -> Any:

@@ -110,8 +110,8 @@ def row(table: Table, name: str, share: Number | None, spent: Number, left: str)
 
 def clock(seconds: Number) -> str:
     """A time that is running: 0:07, 12:30, 1:02:03."""
-    minutes, hours = divmod(int(seconds), 60), int(seconds) // 3_600
-    return f"{hours}:{minutes[0] % 60:02d}:{minutes[1]:02d}" if hours else f"{minutes[0]}:{minutes[1]:02d}"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
 def duration(seconds: Number) -> str:

@@ -92,18 +92,13 @@ def as_dict(
 
 def print_answer(model: "Recommender", answer: "list[Recommendation]", *, why: bool) -> None:
     """The answer as a table."""
-    titled = any(row.title for row in answer)
     table = Table(box=None, pad_edge=False)
-    table.add_column("", justify="right")
-    table.add_column("item", no_wrap=True)
-    if titled:
-        table.add_column("title")
-    table.add_column("score", justify="right")
-    if why:
-        table.add_column("why")
+    wanted = {"": True, "item": True, "title": any(row.title for row in answer), "score": True, "why": why}
+    for name in (name for name, shown in wanted.items() if shown):
+        table.add_column(name, justify="right" if name in ("", "score") else "left", no_wrap=name == "item")
     for place, row in enumerate(answer, start=1):
-        cells = [str(place), str(row.item), *([row.title or ""] if titled else []), f"{row.score:.3f}"]
-        table.add_row(*cells, *([reason_text(row)] if why else []))
+        cells = (str(place), str(row.item), row.title or "", f"{row.score:.3f}", reason_text(row))
+        table.add_row(*(cell for cell, shown in zip(cells, wanted.values(), strict=True) if shown))
     console = Console()
     console.print(table)
     if why and answer and answer[0].why is not None:

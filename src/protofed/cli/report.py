@@ -47,18 +47,16 @@ def report(
     kind = chosen_format(out, kind)
     if kind == "html":
         check_installed(extra="report")
-    if grid and kind != "html":
+    elif grid:
         raise ConfigError(f"--grid goes with the HTML page, got --format {kind}; --check lists what is missing")
     out = out or Path(NAMES[kind])
     numbers = write_report(runs, out, kind, grid or (), tuned or ())
     if as_json:
         typer.echo(json.dumps(numbers | {"report": str(out)}, indent=2, ensure_ascii=False))
-    else:
-        n_runs = sum(len(row["seeds"]) for section in numbers["sections"] for row in section["rows"])
-        counted = [_count(n_runs, "run")]
-        if numbers["warnings"]:
-            counted.append(_count(len(numbers["warnings"]), "warning"))
-        typer.echo(f"{out}: {', '.join(counted)}")
+        return
+    n_runs, n_warnings = sum(len(r["seeds"]) for s in numbers["sections"] for r in s["rows"]), len(numbers["warnings"])
+    warned = f", {n_warnings} warning{'s' if n_warnings > 1 else ''}" if n_warnings else ""
+    typer.echo(f"{out}: {n_runs} run{'' if n_runs == 1 else 's'}{warned}")
 
 
 def once(record: logging.LogRecord, said: set[str]) -> bool:
@@ -126,13 +124,10 @@ def check_grids(runs: Path, files: Sequence[Path], tuned: Sequence[Path], as_jso
 
 def coverage_summary(found: "Coverage") -> dict[str, Any]:
     """What --check --json prints."""
-    done, wanted = found.share
-    shares = [
-        {"dataset": dataset, "method": method, "done": part, "wanted": whole}
-        for (dataset, method), (part, whole) in found.by_method.items()
-    ]
+    names = ("dataset", "method", "done", "wanted")
+    shares = [dict(zip(names, (*key, *share), strict=True)) for key, share in found.by_method.items()]
     lacking = [{"cell": cell.folder, "state": state} for cell, state in found.lacking]
-    return {"done": done, "wanted": wanted, "coverage": shares, "lacking": lacking}
+    return {"done": found.share[0], "wanted": found.share[1], "coverage": shares, "lacking": lacking}
 
 
 def print_coverage(found: "Coverage", runs: Path, files: Sequence[Path]) -> None:
@@ -148,7 +143,3 @@ def print_coverage(found: "Coverage", runs: Path, files: Sequence[Path]) -> None
         shares = [share for (name, _), share in found.by_method.items() if name == dataset]
         typer.echo(f"{dataset}: {sum(part for part, _ in shares)} of {sum(whole for _, whole in shares)} done")
     typer.echo(f"{done} of {wanted} cells of {names} are finished in {runs}; `protofed bench` makes the others")
-
-
-def _count(n: int, thing: str) -> str:
-    return f"{n} {thing if n == 1 else thing + 's'}"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from protofed.data.interactions import InteractionLog
     from protofed.data.synthetic import DriftingWorld
+    from protofed.experiments.folder import RunFolder
     from protofed.experiments.publish import Surroundings
 
 CACHE = Path.home() / ".cache" / "protofed"
@@ -67,18 +68,10 @@ def run(
 
     if out is None:
         raise ConfigError("--out is missing: name the folder this run is to write, e.g. --out runs/first")
-    given: dict[str, object] = {
-        "dataset": dataset,
-        "method": method,
-        "variant": variant,
-        "preset": preset_name,
-        "seed": seed,
-        "clients": clients,
-    }
-    check_budget(target_epsilon)
-    given |= {"protofed.mode": share or mode, "privacy.trust": trust} | budget(target_epsilon, noise_multiplier)
-    given["protofed.ablate"] = ",".join(sorted(set(ablate))) if ablate else None
-    given["content.features"] = features
+    given: dict[str, object] = {"dataset": dataset, "method": method, "variant": variant, "preset": preset_name}
+    given |= {"seed": seed, "clients": clients, "protofed.mode": share or mode, "privacy.trust": trust}
+    given |= budget(target_epsilon, noise_multiplier)
+    given |= {"protofed.ablate": ",".join(sorted(set(ablate))) if ablate else None, "content.features": features}
     flags = {key: value for key, value in given.items() if value is not None}
     check_named(flags, config, settings or [])
     check_dial(method, share, mode)
@@ -90,10 +83,7 @@ def run(
         from protofed.cli.track import tracked
         from protofed.experiments.run import Experiment, pick_device
         from protofed.experiments.stages import stages_of
-        from protofed.experiments.summary import summarise_run
         from protofed.features.build import content_of
-        from protofed.methods.catalogue import shares_nothing
-        from protofed.privacy.promise import promised
 
         chosen = settle(flags, config, settings or [])
         progress(f"reading {chosen.dataset}", 0, None)
@@ -104,19 +94,22 @@ def run(
         progress.expect(f"{chosen.method} on {chosen.dataset}", stages_of(n_slices))
         with tracked(track, out, n_slices, progress) as watched:
             folder = experiment.run(out, watched)
-    summary = summarise_run(folder)
-    said = promised(folder.path / "ledger.json", chosen.privacy.delta, nothing=shares_nothing(chosen))
-    summary |= {"variant": chosen.variant, "privacy": said}
-    print(json.dumps(summary, indent=2, ensure_ascii=False)) if as_json else print_summary(summary, out)
+    print_result(folder, chosen, as_json)
 
 
-def check_budget(target_epsilon: float | None) -> None:
-    """Refuse ε = 0, which nothing that learns from a user has."""
+def budget(target_epsilon: float | None, noise_multiplier: float | None) -> dict[str, object]:
+    """What the two flags set: a noise alone has no budget to keep; with both, uploads stop where the budget ends.
+
+    A budget of ε = 0 is refused: nothing that learns from a user has it.
+    """
     if target_epsilon == 0:
         raise ConfigError(
             "--target-epsilon must be above 0, got 0; the project uses 3.4. Leave it out where --noise-multiplier is "
             "given, and for a run without privacy"
         )
+    if noise_multiplier is not None and target_epsilon is None:
+        target_epsilon = 0.0
+    return {"privacy.target_epsilon": target_epsilon, "privacy.noise_multiplier": noise_multiplier}
 
 
 def check_dial(method: str | None, share: str | None, mode: str | None) -> None:
@@ -131,21 +124,6 @@ def check_dial(method: str | None, share: str | None, mode: str | None) -> None:
         raise ConfigError(f"--share is of {FLAGSHIP} alone, got --method {method}; leave it out")
     if mode is not None and method == FLAGSHIP:
         raise ConfigError(f"--mode is of {OURS}; {FLAGSHIP} takes --share nothing or --share private")
-
-
-def budget(target_epsilon: float | None, noise_multiplier: float | None) -> dict[str, object]:
-    """What the two flags set: a noise alone has no budget to keep; with both, uploads stop where the budget ends."""
-    if noise_multiplier is not None and target_epsilon is None:
-        target_epsilon = 0.0
-    return {"privacy.target_epsilon": target_epsilon, "privacy.noise_multiplier": noise_multiplier}
-
-
-def wrapping(method: str, flags: Mapping[str, object]) -> dict[str, object]:
-    """A budget or a noise that is asked for makes a method learn privately; one with modes does so by itself."""
-    from protofed.methods.catalogue import has_modes
-
-    asked = {"privacy.target_epsilon", "privacy.noise_multiplier"} & flags.keys()
-    return {"privacy.wrap": True} if asked and not has_modes(method) else {}
 
 
 def check_named(flags: Mapping[str, object], file: Path | None, settings: Sequence[str]) -> None:
@@ -169,30 +147,27 @@ def settle(flags: Mapping[str, object], file: Path | None = None, settings: Sequ
     try:
         return together(written, flags, settings)
     except ConfigError as problem:
-        if str(problem) == refusal(flags, settings):
-            raise
-        raise ConfigError(f"{file}: {problem}") from problem
-
-
-def refusal(flags: Mapping[str, object], settings: Sequence[str]) -> str:
-    """What is wrong with these without any file; nothing where they are right."""
+        refusal = problem
     try:
         together({}, flags, settings)
     except ConfigError as problem:
-        return str(problem)
-    return ""
+        if str(problem) == str(refusal):
+            raise
+    raise ConfigError(f"{file}: {refusal}") from refusal
 
 
 def together(written: Mapping[str, object], flags: Mapping[str, object], settings: Sequence[str]) -> RunConfig:
     """The config of a file's values, flags and --set, each going before those ahead of it."""
-    from protofed.methods.catalogue import configured, method_named
+    from protofed.methods.catalogue import configured, has_modes, method_named
 
     typed = dict(parse_override(text) for text in settings)
     named = {**written, **flags, **typed}
     base = preset(named.get("preset", "small"))
     method = str(named.get("method", base.method))
     brought = method_named(method).settings
-    chosen = in_range(override(base, {**brought, **written, **wrapping(method, flags), **flags, **typed}))
+    asked = {"privacy.target_epsilon", "privacy.noise_multiplier"} & flags.keys()
+    wrapped = {"privacy.wrap": True} if asked and not has_modes(method) else {}  # a method with modes does so itself
+    chosen = in_range(override(base, {**brought, **written, **wrapped, **flags, **typed}))
     check_sharing(chosen, {*written, *flags, *typed})
     configured(chosen)  # a wrong hyper-parameter is told before any log is read
     return chosen
@@ -218,7 +193,7 @@ def load(config: RunConfig, root: Path) -> "InteractionLog":
     from protofed.data.prepared import load_log
 
     made_up = config.dataset == "synthetic"
-    log = synthetic_log() if made_up else load_log(config.dataset, root)
+    log = synthetic_world().log if made_up else load_log(config.dataset, root)
     return subsample_users(log, config.clients, seed=0) if config.clients else log
 
 
@@ -228,10 +203,8 @@ def surroundings(config: RunConfig, root: Path) -> "Surroundings":
     from protofed.data.prepared import family, load_log
     from protofed.experiments.publish import Surroundings
 
-    if config.dataset == "synthetic":
-        return Surroundings(items=item_table(config.dataset, root))
     items = item_table(config.dataset, root)
-    if config.clients:
+    if config.clients or config.dataset == "synthetic":
         return Surroundings(items=items)
     everyone = load_log(config.dataset, root, canonical=False)
     return Surroundings(before_core(everyone, family(config.dataset, root)), items)
@@ -253,14 +226,9 @@ def item_table(dataset: str, root: Path) -> "pa.Table | None":
     return load_items(dataset, root)
 
 
-def synthetic_log() -> "InteractionLog":
-    """The embedded world: the same events for every seed of a method."""
-    return synthetic_world().log
-
-
 @cache
 def synthetic_world() -> "DriftingWorld":
-    """The embedded world and the truth behind it."""
+    """The embedded world and the truth behind it: the same events for every seed of a method."""
     from protofed.data.synthetic import drifting_world, preset
     from protofed.seeds import stream
 
@@ -277,26 +245,42 @@ def print_methods(as_json: bool) -> None:
         print(f"{name:<20} {entry.summary}")
 
 
-def print_summary(summary: dict[str, object], out: Path) -> None:
+def print_result(folder: "RunFolder", config: RunConfig, as_json: bool) -> None:
+    """What a finished run comes down to, and what it promised."""
+    from protofed.experiments.summary import summarise_run
+
+    summary = summarise_run(folder) | {"variant": config.variant, "privacy": promise_of(folder, config)}
+    if as_json:
+        print(json.dumps(summary, indent=2, ensure_ascii=False))
+    else:
+        print_summary(summary, folder.path)
+
+
+def promise_of(folder: "RunFolder", config: RunConfig) -> dict[str, object] | None:
+    """What a run's ledger promises; None where there is no claim."""
+    from protofed.methods.catalogue import shares_nothing
+    from protofed.privacy.promise import promised
+
+    return promised(folder.path / "ledger.json", config.privacy.delta, nothing=shares_nothing(config))
+
+
+def print_summary(summary: Mapping[str, Any], out: Path) -> None:
     """The headline as a table."""
     variant = "" if summary["variant"] == "standard" else f" ({summary['variant']})"
     title = f"{summary['method']}{variant} on {summary['dataset']}, seed {summary['seed']}"
     table = Table(title=title, caption="mean of A\\[t, t] over slices t = 1..T")
     for column in ("candidates", "subset", "NDCG@10", "HR@10", "queries"):
         table.add_column(column, justify="left" if column in ("candidates", "subset") else "right")
-    rows = summary["headline"]
-    assert isinstance(rows, list)
-    for row in rows:
-        table.add_row(
-            row["candidates"], row["subset"], f"{row['ndcg@10']:.4f}", f"{row['hr@10']:.4f}", f"{row['queries']:,}"
-        )
+    for row in summary["headline"]:
+        numbers = (f"{row['ndcg@10']:.4f}", f"{row['hr@10']:.4f}", f"{row['queries']:,}")
+        table.add_row(row["candidates"], row["subset"], *numbers)
     console = Console()
     console.print(table)
-    for line in in_words(rows):
+    for line in in_words(summary["headline"]):
         print(line)
     print(f"forgetting AF {summary['af']:.4f}, backward transfer {summary['bwt']:.4f}")
     print_promise(summary["privacy"])
-    for warning in summary["warnings"]:  # type: ignore[attr-defined]
+    for warning in summary["warnings"]:
         console.print(f"warning: {warning}", style="yellow", highlight=False)
     if (out / "model.safetensors").is_file():
         print(f"next: protofed recommend {shlex.quote(str(out))} --user ID -n 10")

@@ -28,29 +28,6 @@ class Scalar:
     step: int  # the slice; in a validation trace, the epoch
 
 
-@dataclass(slots=True)
-class Tracker:
-    """A run folder and how much of it has been written; nothing is, until a slice is finished."""
-
-    folder: Path
-    write_to: Callable[[], Any]  # makes TensorBoard's writer
-    writer: Any = None
-    written: int = 0  # slices
-
-    def catch_up(self, done: int) -> None:
-        """Write the first `done` slices, those that are not written yet."""
-        self.writer = self.writer or self.write_to()
-        for index in range(self.written, done):
-            for scalar in scalars(self.folder, index):
-                self.writer.add_scalar(scalar.tag, scalar.value, scalar.step)
-        self.written = max(self.written, done)
-        self.writer.flush()
-
-    def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
-
-
 @contextlib.contextmanager
 def tracked(track: Path | None, folder: Path, n_slices: int, progress: Progress) -> Iterator[Progress]:
     """The same progress, with each slice that it reports as done written to `track`; as it was where that is None.
@@ -60,18 +37,27 @@ def tracked(track: Path | None, folder: Path, n_slices: int, progress: Progress)
     if track is None:
         yield progress
         return
-    tracker = Tracker(folder, writer_in(track))
+    make_writer, writer, written = writer_in(track), None, 0  # nothing is written until a slice is finished
+
+    def catch_up(done: int) -> None:
+        nonlocal writer, written
+        writer = writer or make_writer()
+        for scalar in (scalar for index in range(written, done) for scalar in scalars(folder, index)):
+            writer.add_scalar(scalar.tag, scalar.value, scalar.step)
+        written = max(written, done)
+        writer.flush()
 
     def report(task: str, done: int | float, total: int | float | None, note: str = "") -> None:
         if task == RUN and done:
-            tracker.catch_up(int(done))
+            catch_up(int(done))
         progress(task, done, total, note)
 
     try:
         yield report
-        tracker.catch_up(n_slices + 1)
+        catch_up(n_slices + 1)
     finally:
-        tracker.close()
+        if writer is not None:
+            writer.close()
 
 
 def writer_in(folder: Path) -> Callable[[], Any]:

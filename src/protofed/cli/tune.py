@@ -3,8 +3,9 @@
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,8 +20,6 @@ from protofed.errors import ConfigError
 from protofed.progress import silent
 
 if TYPE_CHECKING:
-    import torch
-
     from protofed.experiments.tuning import Outcome, Tuning
     from protofed.features.content import Content
 
@@ -71,7 +70,7 @@ def tune(
 ) -> None:
     """Choose hyper-parameters on the base block alone, the same number of trials for every method."""
     from protofed.experiments.run import pick_device
-    from protofed.experiments.tuning import claim_folder, take_over, tried, write_best, write_table
+    from protofed.experiments.tuning import claim_folder, run_trial, take_over, tried, write_best, write_table
     from protofed.files import make_folder
 
     if out is None or not method:
@@ -81,8 +80,8 @@ def tune(
         raise ConfigError(f"no file at --known {known}; give the trials.csv of an earlier search")
     if jobs < 1:
         raise ConfigError(f"--jobs must be at least 1, got {jobs}")
-    flags: dict[str, object] = {"preset": preset_name, "variant": variant, "clients": clients}
-    flags = {"dataset": dataset, "seed": seed, **{key: value for key, value in flags.items() if value is not None}}
+    given = {"dataset": dataset, "seed": seed, "preset": preset_name, "variant": variant, "clients": clients}
+    flags = {key: value for key, value in given.items() if value is not None}
     searches = planned(flags, settings or [], list(dict.fromkeys(method)), root, slices, trials)
     earlier = tried(known) if known is not None else {}
     asked = {**flags, "trials": trials, "slices": slices, "set": dict(map(parse_override, settings or []))}
@@ -95,7 +94,9 @@ def tune(
     command = shlex.join(["protofed", *sys.argv[1:]])
     if jobs == 1:
         for search in searches:
-            run_all(search, out, cache, where, console, command, known_of(search, root, cache))
+            content = known_of(search, root, cache)
+            attempt = partial(run_trial, search, out=out, cache=cache, device=where, command=command, content=content)
+            run_all(search, attempt, out, console)
     else:
         places = {"root": str(root), "out": str(out), "cache": str(cache), "device": device, "command": command}
         told = {"flags": flags, "settings": settings or [], "slices": slices, "trials": trials, **places}
@@ -127,26 +128,16 @@ def known_of(search: "Tuning", root: Path, cache: Path) -> "Content | None":
     return content_of(search.config.content, search.pseudo_log, item_table(search.config.dataset, root), cache)
 
 
-def run_all(
-    search: "Tuning",
-    out: Path,
-    cache: Path,
-    device: "torch.device",
-    console: Console,
-    command: str,
-    content: "Content | None",
-) -> None:
+def run_all(search: "Tuning", attempt: "Callable[..., Outcome]", out: Path, console: Console) -> None:
     """Each trial that is not over yet, with a line for each; tables and best.toml are rewritten after every one."""
     from protofed.experiments.stages import stages_of
-    from protofed.experiments.tuning import run_trial
 
     say_if_nothing(search, console)
     for trial in search.trials:
         with shown(console) as bars:
             title = f"{search.config.method} trial {trial.number + 1} of {len(search.trials)}"
             bars.expect(title, stages_of(search.n_slices))
-            progress = bars if console.is_terminal else silent
-            outcome = run_trial(search, trial, out, cache, device, command=command, content=content, progress=progress)
+            outcome = attempt(trial, progress=bars if console.is_terminal else silent)
         noted(search, outcome, out, console)
 
 
@@ -195,14 +186,10 @@ def noted(search: "Tuning", outcome: "Outcome", out: Path, console: Console) -> 
 
 def summary(found: "Mapping[str, Outcome | None]", outcomes: "Sequence[Outcome]") -> dict[str, object]:
     """What --json prints."""
-    methods = [
-        {
-            "method": name,
-            "best": asdict(best) if best else None,
-            "trials": [asdict(outcome) for outcome in outcomes if outcome.method == name],
-        }
-        for name, best in found.items()
-    ]
+    methods = []
+    for name, best in found.items():
+        trials = [asdict(outcome) for outcome in outcomes if outcome.method == name]
+        methods.append({"method": name, "best": asdict(best) if best else None, "trials": trials})
     return {"objective": OBJECTIVE, "methods": methods}
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Literal
 
 from protofed.config import to_toml
@@ -15,7 +16,7 @@ from protofed.evaluation.forgetting import accuracy
 from protofed.experiments.folder import RunFolder, refuse_other_config
 from protofed.experiments.grid import Cell
 from protofed.experiments.matrices import main_values
-from protofed.experiments.pool import PAUSE, Start, Worker, one_line, stop_all
+from protofed.experiments.pool import Ended, Start, Worker, one_line, work
 from protofed.experiments.records import read_table, read_text
 from protofed.experiments.tidy import seconds, write_tables
 from protofed.files import locked, make_folder, remove_unfinished, write_text
@@ -49,13 +50,6 @@ class Status:
 
 Board = dict[str, Status]  # by the cell's folder
 Tell = Callable[[Cell, Status], None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Running:
-    cell: Cell
-    worker: Worker
-    said_before: int  # bytes of log.jsonl that earlier attempts wrote
 
 
 def standing(cell: Cell, out: Path) -> Status:
@@ -93,29 +87,35 @@ def run_cells(
     cells: Sequence[Cell], board: Board, out: Path, start: Start, job_of: Callable[[Cell], Job], jobs: int, tell: Tell
 ) -> Board:
     """The board once nothing waits any more; whatever ends it, no worker outlives it and the tables are written."""
-    board = dict(board)
-    waiting = [cell for cell in cells if board[cell.folder].state == "waiting"]
-    running: dict[str, _Running] = {}
-    warm: set[str] = set()
+    board, warm = dict(board), set[str]()
+    told_before: dict[str, int] = {}  # bytes of log.jsonl that earlier attempts wrote
+
+    def begin(cell: Cell) -> Worker:
+        told_before[cell.folder] = _size(out / cell.folder / "log.jsonl")
+        return start(job_of(cell))
+
+    def note_warm_up(cell: Cell) -> None:  # the first line of a log tells of the warm-up, which is kept by then
+        if _size(out / cell.folder / "log.jsonl") > told_before[cell.folder]:
+            warm.add(cell.warm_up)
+
+    def next_cells(waiting: list[Cell], running: list[Cell]) -> list[Cell]:
+        for cell in running:
+            note_warm_up(cell)
+        return startable(waiting, running, warm, jobs)
+
+    left = [cell for cell in cells if board[cell.folder].state == "waiting"]
     try:
-        while waiting or running:
-            for cell in startable(waiting, [run.cell for run in running.values()], warm, jobs):
-                waiting.remove(cell)
-                said_before = _size(out / cell.folder / "log.jsonl")
-                running[cell.folder] = _Running(cell, start(job_of(cell)), said_before)
-                board[cell.folder] = Status("running", began=time.monotonic())
-                tell(cell, board[cell.folder])
-            time.sleep(PAUSE)
-            for name, run in list(running.items()):
-                status = look(run, out, board[name])
-                if _size(out / name / "log.jsonl") > run.said_before or status.state == "done":
-                    warm.add(run.cell.warm_up)  # the first line of a log tells of the warm-up, which is kept by then
-                if status.state != "running":
-                    del running[name]
-                    board[name] = status
-                    tell(run.cell, status)
+        with contextlib.closing(work(left, begin, next_cells)) as events:
+            for cell, ended in events:
+                status = Status("running", began=time.monotonic())
+                if ended is not None:
+                    note_warm_up(cell)
+                    status = record_end(cell, ended, out, board[cell.folder])
+                if status.state == "done":
+                    warm.add(cell.warm_up)
+                board[cell.folder] = status
+                tell(cell, status)
     finally:
-        stop_all([run.worker for run in running.values()])
         write_tables(out)
     return board
 
@@ -133,26 +133,19 @@ def startable(waiting: Sequence[Cell], running: Sequence[Cell], warm: set[str], 
     return chosen
 
 
-def look(run: _Running, out: Path, before: Status) -> Status:
-    """A running cell's status now; what a failed one said is kept below `failed` until it succeeds."""
-    folder, path = out / run.cell.folder, out / "failed" / f"{run.cell.folder}.txt"
-    ended = run.worker.ended()
-    if ended is None:
-        return before
+def record_end(cell: Cell, ended: Ended, out: Path, before: Status) -> Status:
+    """A cell's status once its worker has ended; what a failed one said is kept below `failed` until it succeeds."""
+    folder, path = out / cell.folder, out / "failed" / f"{cell.folder}.txt"
     spent = time.monotonic() - before.began
-    if ended.code == 0 and RunFolder(folder).finished:
-        _forget(path)
-        return replace(_done(folder), began=before.began, seconds=spent)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, ended.said or f"the worker said nothing and ended with code {ended.code}\n")
-    return replace(before, state="failed", seconds=spent, error=one_line(ended))
-
-
-def _forget(traceback: Path) -> None:
-    if traceback.is_file():
-        traceback.unlink()
+    if ended.code or not RunFolder(folder).finished:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, ended.said or f"the worker said nothing and ended with code {ended.code}\n")
+        return replace(before, state="failed", seconds=spent, error=one_line(ended))
+    if path.is_file():
+        path.unlink()
         with contextlib.suppress(OSError):  # others failed too
-            os.removedirs(traceback.parent)
+            os.removedirs(path.parent)
+    return replace(_done(folder), began=before.began, seconds=spent)
 
 
 def _size(path: Path) -> int:
@@ -171,10 +164,7 @@ def time_left(cells: Sequence[Cell], board: Board, jobs: int, now: float) -> flo
     left = 0.0
     for cell in cells:
         status = board[cell.folder]
-        known = kinds.get((cell.config.dataset, cell.config.method), everything)
-        usual = sum(known) / len(known)
-        if status.state == "waiting":
-            left += usual
-        elif status.state == "running":
-            left += max(0.0, usual - (now - status.began))
+        usual = fmean(kinds.get((cell.config.dataset, cell.config.method), everything))
+        spent = {"waiting": 0.0, "running": now - status.began}.get(status.state, math.inf)
+        left += max(0.0, usual - spent)
     return left / max(1, min(jobs, len(cells)))

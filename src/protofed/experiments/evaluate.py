@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +16,7 @@ from protofed.evaluation.ranking import hit_rate, ndcg, per_query, rank_among, r
 from protofed.methods.protocol import Method, World
 from protofed.methods.scoring import personal_memory, popularity_prior
 from protofed.slices.histories import Queries, moved, past_counts, trimmed
-from protofed.slices.stream import SUBSETS, QuerySet, SliceStream
+from protofed.slices.stream import SUBSETS, QuerySet, SliceStream, TimeSlice
 
 CANDIDATES = ("sampled", "sampled_hard", "full", "full_unseen")
 CELLS_PER_CHUNK = 8_000_000  # scores held at once
@@ -87,7 +88,8 @@ def answer(
     parts: dict[str, list[Tensor]] = {name: [] for name in CANDIDATES}
     places = np.zeros(len(GROUPS))
     by_length = np.argsort(data.past.before[asked.positions], kind="stable")  # short histories need short inputs
-    for chunk in _chunks(by_length, max(1, CELLS_PER_CHUNK // max(asked.n_items, 1))):
+    size = min(max(1, CELLS_PER_CHUNK // max(asked.n_items, 1)), LARGEST_CHUNK)
+    for chunk in (by_length[start : start + size] for start in range(0, len(by_length), size)):
         queries = moved(trimmed(data.queries(asked, chunk, world.config.backbone.history_length)), device)
         scores = switched(method.score(world, state, queries), world, queries, counts)
         for name, ranks in rank_all(scores, queries, asked, chunk).items():
@@ -128,48 +130,41 @@ def rank_all(
     }
 
 
-def _chunks(order: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    for start in range(0, len(order), min(size, LARGEST_CHUNK)):
-        yield order[start : start + min(size, LARGEST_CHUNK)]
-
-
 def applies(kind: str, subset: str) -> bool:
     """Whether the queries of a subset have this kind of candidates; hard ones exist for repeats alone."""
     return kind != "sampled_hard" or subset == "repeat"
 
 
 def members(answered: Answered, kind: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Each subset's queries that have this kind of candidates."""
+    """Each subset's queries that have this kind of candidates, where there are any."""
     for name, chosen in answered.asked.subsets.items():
-        if applies(kind, name):
+        if applies(kind, name) and chosen.any():
             yield name, np.flatnonzero(chosen)
 
 
-def metric_rows(answered: Answered) -> list[dict[str, object]]:
+def metric_rows(answered: Answered) -> list[dict[str, Any]]:
     """One row per kind of candidates, subset and metric; a subset without queries has no row."""
-    rows: list[dict[str, object]] = []
-    asked = answered.asked
+    rows: list[dict[str, Any]] = []
     for kind in CANDIDATES:
         values = per_query(answered.ranks[kind])
         for subset, chosen in members(answered, kind):
-            if not len(chosen):
-                continue
-            about = {
-                "slice_trained": answered.slice_trained,
-                "slice_tested": asked.slice_index,
-                "split": asked.part,
-                "candidates": kind,
-                "subset": subset,
-                "n_queries": len(chosen),
-                "n_users": how_many(asked.users.numpy()[chosen]),
-            }
+            about = about_cell(answered, kind, subset, chosen)
             rows += [about | {"metric": name, "value": float(value[chosen].mean())} for name, value in values.items()]
     return rows
 
 
-def how_many(users: Int[np.ndarray, " B"]) -> int:
-    """Different users among these; users are small numbers, so counting is faster than sorting."""
-    return int(np.count_nonzero(np.bincount(users)))
+def about_cell(answered: Answered, kind: str, subset: str, chosen: Int[np.ndarray, " n"]) -> dict[str, Any]:
+    """What the rows of some queries say besides metric and value."""
+    asked = answered.asked
+    return {
+        "slice_trained": answered.slice_trained,
+        "slice_tested": asked.slice_index,
+        "split": asked.part,
+        "candidates": kind,
+        "subset": subset,
+        "n_queries": len(chosen),
+        "n_users": int(np.count_nonzero(np.bincount(asked.users.numpy()[chosen]))),  # faster than sorting
+    }
 
 
 def item_groups(data: SliceStream, asked: QuerySet) -> Int[Tensor, " I"]:
@@ -179,21 +174,13 @@ def item_groups(data: SliceStream, asked: QuerySet) -> Int[Tensor, " I"]:
     return popularity_groups(torch.bincount(items.long(), minlength=asked.n_items))
 
 
-def exposure_rows(answered: Answered, groups: Int[Tensor, " I"]) -> list[dict[str, object]]:
+def exposure_rows(answered: Answered, groups: Int[Tensor, " I"]) -> list[dict[str, Any]]:
     """Each group's share of all Top-10 places, and of the test events; nothing without queries."""
     asked = answered.asked
     if answered.places is None or not len(asked):
         return []
     events = torch.bincount(groups[asked.positives], minlength=len(GROUPS)).numpy()
-    about = {
-        "slice_trained": answered.slice_trained,
-        "slice_tested": asked.slice_index,
-        "split": asked.part,
-        "candidates": "full",
-        "subset": "all",
-        "n_queries": len(asked),
-        "n_users": how_many(asked.users.numpy()),
-    }
+    about = about_cell(answered, "full", "all", np.arange(len(asked)))
     told = ((PLACES, shares(answered.places)), (EVENTS, shares(events)))
     named = [(names[group], part) for names, found in told for group, part in zip(GROUPS, found, strict=True)]
     return [about | {"metric": name, "value": float(part)} for name, part in named]
@@ -214,8 +201,6 @@ def per_user_rows(answered: Answered, user_ids: pa.Array, drift: Float[np.ndarra
     for kind in CANDIDATES:
         ranks = answered.ranks[kind]
         for subset, chosen in members(answered, kind):
-            if not len(chosen):
-                continue
             users = answered.asked.users[chosen]
             ids, counts, ndcg_sums = user_totals(ndcg(ranks[chosen], 10), users)
             hr_sums = user_totals(hit_rate(ranks[chosen], 10), users)[2]
@@ -245,3 +230,31 @@ def rank_rows(answered: Answered, user_ids: pa.Array) -> pa.Table:
         *(pa.array(asked.subsets[subset]) for subset in SUBSETS),
     ]
     return pa.table(columns, schema=RANKS_SCHEMA)
+
+
+def evaluate(
+    method: Method[Any], world: World, state: Any, slice_: TimeSlice, data: SliceStream, *, diagonal: bool = False
+) -> dict[str, pa.Table]:
+    """Column t of A[s, t] and the validation part of slice t; per user where intervals need it (s = t, and t = T).
+
+    The ranks behind A[t, t] go with them, query by query. `diagonal`: A[t, t] and nothing else.
+    """
+    counts, trained = slice_.train_counts(), slice_.index
+    rows: list[dict[str, Any]] = []
+    users, ranks = [], []
+    for tested in [trained] if diagonal else range(data.n_slices + 1):
+        for part in ("val", "test") if tested == trained and not diagonal else ("test",):
+            asked = data.query_set(tested, part)
+            now = part == "test" and tested == trained
+            groups = item_groups(data, asked) if now else None
+            answered = answer(method, world, state, counts, data, asked, trained, groups)
+            rows += metric_rows(answered)
+            if part == "test" and (tested == trained or trained == data.n_slices):
+                drift = drift_of(data, asked) if now else None
+                users.append(per_user_rows(answered, data.log.user_ids, drift))
+            if groups is not None:
+                rows += exposure_rows(answered, groups)
+                ranks.append(rank_rows(answered, data.log.user_ids))
+        world.progress(f"slice {tested}", tested + 1, data.n_slices + 1, f"questions of slice {tested}")
+    metrics = pa.Table.from_pylist(rows, schema=METRICS_SCHEMA)
+    return {"metrics": metrics, "per_user": pa.concat_tables(users), "ranks": pa.concat_tables(ranks)}

@@ -88,19 +88,14 @@ def opened(path: Path, config: RunConfig, *, patience: float = 0.0) -> Iterator[
 
 
 def _refuse_other(path: Path, text: str) -> None:
-    """Refuse a place that holds anything but this run."""
+    """Refuse a place that holds anything but this run, or what one that was killed has before its config."""
     written = path / "config.toml"
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"--out {path} is a file, a run needs a folder")
     if written.is_file():
         refuse_other_config(path, as_today(read_text(written)), text)
-    elif path.is_dir() and any(not _is_passing(found.name) for found in path.iterdir()):
+    elif path.is_dir() and any(found.name != LOCK and not found.name.endswith(UNFINISHED) for found in path.iterdir()):
         raise RunFolderError(f"--out {path} is not empty and holds no run; choose a new folder")
-
-
-def _is_passing(name: str) -> bool:
-    """Whether a file is what a run that was killed, or begins just now, has before its config."""
-    return name == LOCK or name.endswith(UNFINISHED)
 
 
 def refuse_other_config(path: Path, old: str, new: str) -> None:
@@ -174,11 +169,10 @@ def load_checkpoint(folder: RunFolder) -> tuple[int, Snapshot] | None:
         return None
     try:
         tensors, notes = load_tensors(path)
-        slice_index, snapshot = int(notes["slice"]), Snapshot(tensors, notes["outline"])
+        return int(notes["slice"]), Snapshot(tensors, notes["outline"])
     except Exception as problem:
         reason = " ".join(str(problem).split())
         raise RunFolderError(f"{path} cannot be read ({reason}); delete it to start the run again") from problem
-    return slice_index, snapshot
 
 
 def _read_checksums(folder: RunFolder) -> dict[str, tuple[int, str]]:
@@ -194,17 +188,15 @@ def _read_checksums(folder: RunFolder) -> dict[str, tuple[int, str]]:
 
 def check_slices(folder: RunFolder, until: int) -> None:
     """Refuse tables of the slices up to `until` that are gone or are not as they were written."""
+    way_out = f"delete {folder.path / CHECKPOINT} to start the run again"
     for name, (slice_index, written) in _read_checksums(folder).items():
         path = folder.path / "slices" / name
         if slice_index > until:
             continue  # the slice is repeated
         if not path.is_file():
-            found = "is missing"
-        elif file_checksum(path) != written:
-            found = "is damaged: its checksum does not match"
-        else:
-            continue
-        raise RunFolderError(f"{path} {found}; delete {folder.path / CHECKPOINT} to start the run again")
+            raise RunFolderError(f"{path} is missing; {way_out}")
+        if file_checksum(path) != written:
+            raise RunFolderError(f"{path} is damaged: its checksum does not match; {way_out}")
 
 
 def finish(folder: RunFolder, n_slices: int) -> None:
@@ -227,9 +219,8 @@ def _part(folder: RunFolder, name: str, slice_index: int) -> Path:
 
 def environment(device: torch.device, command: str, seed: int) -> dict[str, object]:
     """Where the numbers came from."""
-    packages = ("protofed", "torch", "numpy", "scipy", "pyarrow", "safetensors", "polars", "dp-accounting")
     versions = {}
-    for package in packages:
+    for package in ("protofed", "torch", "numpy", "scipy", "pyarrow", "safetensors", "polars", "dp-accounting"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return {

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -74,7 +75,7 @@ class Cell:
 
     def command(self, *flags: str) -> str:
         """The `protofed run` that makes the same run."""
-        words = [word for flag, value in flags_of(self.config).items() for word in (f"--{flag}", str(value))]
+        words = [word for flag in AXES for word in (f"--{flag}", str(getattr(self.config, flag)))]
         words += [word for text in texts(self.settings) for word in ("--set", text)]
         return shlex.join(["protofed", "run", *words, *flags])
 
@@ -230,11 +231,6 @@ def parse_shard(text: str) -> tuple[int, int]:
     return index, count
 
 
-def flags_of(config: RunConfig) -> dict[str, object]:
-    """The flags of `protofed run` that name a cell."""
-    return {name: getattr(config, name) for name in ("dataset", "method", "seed")}
-
-
 def texts(settings: Iterable[tuple[str, object]]) -> list[str]:
     """Settings as --set takes them."""
     return [setting(key, value) for key, value in settings]
@@ -250,9 +246,7 @@ def setting(key: str, value: object) -> str:
 
 def _expanded(grid: Grid, settle: Settle, tuned: Tuned) -> Iterator[Cell]:
     for dataset, method in itertools.product(grid.datasets, grid.methods):
-        outside = ":" in method and grid.plain == tuple(
-            METHODS
-        )  # from outside the package, and nobody chose plain cells
+        outside = ":" in method and grid.plain == tuple(METHODS)  # not in the catalogue, and nobody chose plain cells
         plain = [Variant(DEFAULT)] if outside or method in grid.plain else []
         variants = [v for v in grid.variants if not v.methods or method in v.methods]
         for variant in (*plain, *variants):
@@ -277,13 +271,9 @@ def _variant_of(method: str, settings: Mapping[str, object]) -> str:
 
 
 def _value(config: RunConfig, key: str) -> object:
-    table, _, rest = key.partition(".")
-    if table == "hyper":
-        return hyper_values(config.hyper)[rest]
-    found: object = config
-    for name in key.split("."):
-        found = getattr(found, name)
-    return found
+    if key.startswith("hyper."):
+        return hyper_values(config.hyper)[key.removeprefix("hyper.")]
+    return attrgetter(key)(config)
 
 
 def _text(value: object) -> str:
@@ -305,11 +295,10 @@ def _distinct(named: Sequence[tuple[str, str]], message: str) -> None:
 
 
 def _taken(values: Mapping[str, object], table: str) -> tuple[dict[str, object], dict[str, object]]:
-    """The keys of one table without its name, and the other keys."""
-    inside = {key.removeprefix(f"{table}."): value for key, value in values.items() if key.startswith(f"{table}.")}
-    empty = values.get(table) == {}
-    rest = {k: v for k, v in values.items() if not k.startswith(f"{table}.") and not (empty and k == table)}
-    return inside, rest
+    """The keys of one table without its name, and the other keys; a table that is empty is neither."""
+    within = f"{table}."
+    inside = {key.removeprefix(within): value for key, value in values.items() if key.startswith(within)}
+    return inside, {k: v for k, v in values.items() if not k.startswith(within) and (k, v) != (table, {})}
 
 
 def _variant(entry: object) -> Variant:

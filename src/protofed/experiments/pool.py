@@ -3,13 +3,14 @@
 A worker is told its task, a dataclass, as JSON, and says on stderr what went wrong.
 """
 
+import contextlib
 import importlib
 import json
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
 from typing import IO, Any, Protocol, TypeVar, runtime_checkable
 
@@ -48,27 +49,43 @@ class Worker(Protocol):
 Start = Callable[[Any], Worker]
 
 
-def side_by_side(tasks: Sequence[T], start: Start, at_once: int) -> Iterator[T]:
-    """Each task once its worker has ended well; the first that has not ends everything and is raised.
+def work(
+    tasks: Sequence[T], start: Start, startable: Callable[[list[T], list[T]], Sequence[T]]
+) -> Generator[tuple[T, Ended | None]]:
+    """Each task when its worker starts (None) and when that has ended; whatever ends the loop, no worker outlives it.
 
-    The first task runs alone, so that what it leaves for all (a warm-up) is made once.
+    Of the tasks that wait, and those that run, `startable` says which to start now.
     """
-    waiting, limit = list(tasks), 1
+    waiting = list(tasks)
     running: list[tuple[T, Worker]] = []
     try:
         while waiting or running:
-            while waiting and len(running) < limit:
-                running.append((waiting[0], start(waiting.pop(0))))
+            for task in startable(waiting, [task for task, _ in running]):
+                waiting.remove(task)
+                running.append((task, start(task)))
+                yield task, None
             time.sleep(PAUSE)
             for task, worker in list(running):
                 if (ended := worker.ended()) is not None:
                     running.remove((task, worker))
-                    if ended.code:
-                        raise ProtoFedError(f"{one_line(ended)} (in {task}); what is over is kept: start again")
-                    limit = at_once
-                    yield task
+                    yield task, ended
     finally:
         stop_all([worker for _, worker in running])
+
+
+def side_by_side(tasks: Sequence[T], start: Start, at_once: int) -> Generator[T]:
+    """Each task once its worker has ended well; the first that has not ends everything and is raised.
+
+    The first task runs alone, so that what it leaves for all (a warm-up) is made once.
+    """
+    limit = 1
+    with contextlib.closing(work(tasks, start, lambda waiting, running: waiting[: limit - len(running)])) as events:
+        for task, ended in events:
+            if ended is not None:
+                if ended.code:
+                    raise ProtoFedError(f"{one_line(ended)} (in {task}); what is over is kept: start again")
+                limit = at_once
+                yield task
 
 
 @dataclass(slots=True)

@@ -1,8 +1,6 @@
 """From a finished run to a model that needs no log: devices that remember their whole history, items, a model card."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +27,47 @@ from protofed.methods.protocol import Method, Published, Recommending, World
 from protofed.privacy.promise import promise_lines, promised
 from protofed.seeds import user_keys
 from protofed.slices.stream import SliceStream
+
+CARD_TEXT = """\
+# {title}
+
+A model made by ProtoFed. To use it:
+
+```python
+import protofed
+
+model = protofed.load("THIS FOLDER")
+model.device("USER").recommend(n=10)
+```
+
+## What leaves a device
+{promise}
+
+devices.safetensors holds the simulated devices of this run: histories, prompts, own rows. It is for
+experiments; `protofed.save(model, path, devices=False)` writes a folder without anything of a user.
+
+## Data
+{events}
+The backbone learned the first {share} of the events, then was frozen;
+{n_slices} slices followed.
+
+## Accuracy
+Mean over slices, each tested on events after it was learned; `sampled`: one positive among 99 negatives,
+`full`: among all items. A model is tested before it has seen the slice's last tenth.
+
+| candidates | events | NDCG@10 | HR@10 | queries |
+|---|---|---|---|---|
+{rows}
+
+## Limits
+- Items that first appear after the last event are unknown to this model: train again to add them.
+- Events of the base block, the first {share}, were collected centrally; no ε covers them.
+- It was tested on this log alone; what it is worth elsewhere was not measured.
+- The tests are of the past: what people would have done with other items in view is not in a log.
+
+## Settings
+{settings}; all of them in config.toml.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,59 +164,25 @@ def left_out(log: InteractionLog, everyone: InteractionLog) -> Bystanders:
 
 def write_card(folder: RunFolder, config: RunConfig, data: SliceStream, around: Surroundings) -> None:
     """README.md of a model: what it is, what leaves a device, what it was trained on, how good it is, its limits."""
-    write_text(folder.path / CARD, "\n".join(card_lines(folder.path, config, data, around)) + "\n")
-
-
-def card_lines(folder: Path, config: RunConfig, data: SliceStream, around: Surroundings) -> Iterable[str]:
-    """The card, line by line."""
-    log, summary = data.log, summarise_run(RunFolder(folder))
-    said = promised(folder / "ledger.json", config.privacy.delta, nothing=shares_nothing(config))
-    yield f"# {config.method} on {log.name}"
-    yield ""
-    yield "A model made by ProtoFed. To use it:"
-    yield ""
-    yield "```python"
-    yield "import protofed"
-    yield ""
-    yield 'model = protofed.load("THIS FOLDER")'
-    yield 'model.device("USER").recommend(n=10)'
-    yield "```"
-    yield ""
-    yield "## What leaves a device"
-    yield from promise_lines(said)
-    yield ""
-    yield "devices.safetensors holds the simulated devices of this run: histories, prompts, own rows. It is for"
-    yield "experiments; `protofed.save(model, path, devices=False)` writes a folder without anything of a user."
-    yield ""
-    yield "## Data"
-    yield f"{len(log):,} events of {log.n_users:,} users with {log.n_items:,} items, {day(log, 0)} to {day(log, -1)}."
-    if around.everyone is not None:
-        rest = around.everyone.n_users - log.n_users
-        if rest:
-            yield f"{rest:,} more users have too few events to learn from; their devices start from their history."
-    yield f"The backbone learned the first {100 * config.stream.base_fraction:g} % of the events, then was frozen;"
-    yield f"{data.n_slices} slices followed."
-    yield ""
-    yield "## Accuracy"
-    yield "Mean over slices, each tested on events after it was learned; `sampled`: one positive among 99 negatives,"
-    yield "`full`: among all items. A model is tested before it has seen the slice's last tenth."
-    yield ""
-    yield "| candidates | events | NDCG@10 | HR@10 | queries |"
-    yield "|---|---|---|---|---|"
-    rows: Any = summary["headline"]
-    for row in rows:
-        values = f"{row['ndcg@10']:.4f} | {row['hr@10']:.4f} | {row['queries']:,}"
-        yield f"| {row['candidates']} | {row['subset']} | {values} |"
-    yield ""
-    yield "## Limits"
-    yield "- Items that first appear after the last event are unknown to this model: train again to add them."
-    block = f"the first {100 * config.stream.base_fraction:g} %"
-    yield f"- Events of the base block, {block}, were collected centrally; no ε covers them."
-    yield "- It was tested on this log alone; what it is worth elsewhere was not measured."
-    yield "- The tests are of the past: what people would have done with other items in view is not in a log."
-    yield ""
-    yield "## Settings"
-    yield f"Preset {config.preset}, d = {config.backbone.width}, seed {config.seed}; all of them in config.toml."
+    log, share = data.log, f"{100 * config.stream.base_fraction:g} %"
+    said = promised(folder.path / "ledger.json", config.privacy.delta, nothing=shares_nothing(config))
+    rest = 0 if around.everyone is None else around.everyone.n_users - log.n_users
+    few = f"{rest:,} more users have too few events to learn from; their devices start from their history."
+    rows = [
+        f"| {row['candidates']} | {row['subset']} | {row['ndcg@10']:.4f} | {row['hr@10']:.4f} | {row['queries']:,} |"
+        for row in summarise_run(folder)["headline"]
+    ]
+    events = f"{len(log):,} events of {log.n_users:,} users with {log.n_items:,} items"
+    text = CARD_TEXT.format(
+        title=f"{config.method} on {log.name}",
+        promise="\n".join(promise_lines(said)),
+        events="\n".join([f"{events}, {day(log, 0)} to {day(log, -1)}.", *([few] if rest else [])]),
+        share=share,
+        n_slices=data.n_slices,
+        rows="\n".join(rows),
+        settings=f"Preset {config.preset}, d = {config.backbone.width}, seed {config.seed}",
+    )
+    write_text(folder.path / CARD, text)
 
 
 def day(log: InteractionLog, place: int) -> str:

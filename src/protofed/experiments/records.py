@@ -142,6 +142,14 @@ def read_table(
     raise RunFolderError(f"{path} has no column {', '.join(missing)} (found {', '.join(found)}); {way_out}")
 
 
+def read_json(path: Path, way_out: str) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as problem:
+        raise RunFolderError(f"{path} cannot be read ({problem}); {way_out}") from problem
+
+
 def log_lines(log: str) -> Iterator[Mapping[str, Any]]:
     """The records of a log.jsonl; what a kill cut off is passed over."""
     for line in log.splitlines():

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,7 @@ from protofed.config import RunConfig, features_of
 from protofed.data.interactions import InteractionLog, fingerprint
 from protofed.errors import ConfigError, RunFolderError
 from protofed.experiments import folder as folders
-from protofed.experiments.evaluate import (
-    METRICS_SCHEMA,
-    answer,
-    drift_of,
-    exposure_rows,
-    item_groups,
-    metric_rows,
-    per_user_rows,
-    rank_rows,
-)
+from protofed.experiments.evaluate import evaluate
 from protofed.experiments.folder import RunFolder
 from protofed.experiments.publish import Surroundings, publish, write_card
 from protofed.experiments.stages import CHECKING, PREPARING, WARM_UP, evaluating, learning
@@ -39,7 +30,7 @@ from protofed.methods.scoring import refuse_prior
 from protofed.privacy.ledger import SHARE, share_with_base_events
 from protofed.progress import RUN, Progress, silent, within
 from protofed.slices.leaks import check_candidates, check_evidence, check_public
-from protofed.slices.stream import SliceStream, TimeSlice
+from protofed.slices.stream import SliceStream
 from protofed.snapshot import Snapshot, restore, take_snapshot
 
 Checkpoint = tuple[int, Snapshot] | None
@@ -134,8 +125,10 @@ def run_slices(
         progress(evaluating(index, n_slices), 0, None)
         asker = replace(world, progress=within(progress, evaluating(index, n_slices)))
         tables = evaluate(method, asker, state, slice_, data, diagonal=experiment.diagonal)
-        seconds = {"learn": learned - began, "evaluate": time.monotonic() - learned}
-        tables["timing"] = timing(index, seconds if index else {"warm-up": warm_up_seconds, **seconds})
+        seconds = {} if index else {"warm-up": warm_up_seconds}
+        seconds |= {"learn": learned - began, "evaluate": time.monotonic() - learned}
+        rows = [{"slice": index, "stage": stage, "seconds": spent} for stage, spent in seconds.items()]
+        tables["timing"] = pa.Table.from_pylist(rows, schema=TIMING_SCHEMA)
         folder.log({"slice": index, "stage": "learn", **diagnostics})
         folders.save_slice(folder, index, tables, take_snapshot(state))
         progress(RUN, index + 1, n_slices + 1, f"slice {index} done" if index else "base block done")
@@ -188,41 +181,6 @@ def resume(folder: RunFolder, checkpoint: Checkpoint, method: Method[Any], world
             f"{folder.path / folders.CHECKPOINT} is not a state of this version ({' '.join(str(problem).split())}); "
             "delete it to start the run again"
         ) from problem
-
-
-def evaluate(
-    method: Method[Any], world: World, state: Any, slice_: TimeSlice, data: SliceStream, *, diagonal: bool = False
-) -> dict[str, pa.Table]:
-    """Column t of A[s, t] and the validation part of slice t; per user where intervals need it (s = t, and t = T).
-
-    The ranks behind A[t, t] go with them, query by query. `diagonal`: A[t, t] and nothing else.
-    """
-    counts = slice_.train_counts()
-    rows: list[Mapping[str, object]] = []
-    users, ranks = [], []
-    trained = slice_.index
-    for tested in [trained] if diagonal else range(data.n_slices + 1):
-        for part in ("val", "test") if tested == trained and not diagonal else ("test",):
-            asked = data.query_set(tested, part)
-            now = part == "test" and tested == trained
-            groups = item_groups(data, asked) if now else None
-            answered = answer(method, world, state, counts, data, asked, trained, groups)
-            rows += metric_rows(answered)
-            if part == "test" and (tested == trained or trained == data.n_slices):
-                drift = drift_of(data, asked) if now else None
-                users.append(per_user_rows(answered, data.log.user_ids, drift))
-            if groups is not None:
-                rows += exposure_rows(answered, groups)
-                ranks.append(rank_rows(answered, data.log.user_ids))
-        world.progress(f"slice {tested}", tested + 1, data.n_slices + 1, f"questions of slice {tested}")
-    metrics = pa.Table.from_pylist(rows, schema=METRICS_SCHEMA)
-    return {"metrics": metrics, "per_user": pa.concat_tables(users), "ranks": pa.concat_tables(ranks)}
-
-
-def timing(slice_index: int, seconds: Mapping[str, float]) -> pa.Table:
-    """What depends on the clock, apart from the results."""
-    rows = [{"slice": slice_index, "stage": stage, "seconds": value} for stage, value in seconds.items()]
-    return pa.Table.from_pylist(rows, schema=TIMING_SCHEMA)
 
 
 def pick_device(name: str) -> torch.device:

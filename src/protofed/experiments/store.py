@@ -42,17 +42,13 @@ SUMS = {"ndcg@10": "ndcg10_sum", "hr@10": "hr10_sum"}  # what a report reads of 
 KEPT = pa.schema([field for field in METRICS_SCHEMA if field.name != "split"])
 
 
-def _many(rows: pa.Schema) -> pa.ListType:
-    """A table as one value; the name is the one that reading gives, so that what was read is written the same."""
-    return pa.list_(pa.field("element", pa.struct(list(rows))))
-
-
+# Lists have the name `element` that reading gives them, so that what was read is written the same.
 SCHEMA = pa.schema(
     [
         ("folder", pa.string()),  # below the folder that was packed, and below the name it was given in the store
         *((name, pa.string()) for name in TEXTS),
         ("seconds", pa.map_(pa.string(), pa.float64())),  # by stage
-        ("metrics", _many(KEPT)),  # less what ranks tell
+        ("metrics", pa.list_(pa.field("element", pa.struct(list(KEPT))))),  # less what ranks tell
         ("queries", pa.string()),  # this and the next two: null where the run kept no ranks
         ("like", pa.list_(pa.field("element", pa.int32()))),  # the rows whose ranks these are coded beside
         ("ranks", pa.binary()),
@@ -152,7 +148,9 @@ def read_store(store: Path, below: str = "") -> Iterator[Record]:
     """The runs of a store whose folders begin so."""
     held = {path: read_held(path, below) for path in files_of(store)}
     if not any(held.values()):
-        raise RunFolderError(f"{store} holds no run below {below}; there are {', '.join(names_in(store))}")
+        folders = (folder for path in held for folder in read_file(path)["folder"].to_pylist())
+        known = ", ".join(sorted({folder.partition("/")[0] for folder in folders}))
+        raise RunFolderError(f"{store} holds no run below {below}; there are {known}")
     taken = Counter(run.folder for runs in held.values() for run in runs)
     for path, runs in held.items():
         streams = read_streams(path, [run.queries for run in runs if run.queries])
@@ -164,16 +162,10 @@ def read_store(store: Path, below: str = "") -> Iterator[Record]:
             yield record(run, name, store, asked.get(run.queries or ""))
 
 
-def names_in(store: Path) -> list[str]:
-    """How the folders of a store begin."""
-    folders = (folder for path in files_of(store) for folder in read_file(path)["folder"].to_pylist())
-    return sorted({folder.partition("/")[0] for folder in folders})
-
-
 def read_held(path: Path, below: str = "") -> list[Held]:
     """The runs in a file whose folders begin so, in its order."""
     table = read_file(path)
-    metrics = [rows_of(cell) for cell in table["metrics"]]
+    metrics = [pa.Table.from_struct_array(cell.values) for cell in table["metrics"]]
     rows = table.drop_columns("metrics").to_pylist()
     streams = read_streams(path, table["queries"].drop_null().to_pylist())
 
@@ -209,13 +201,11 @@ def read_streams(path: Path, needed: Iterable[str]) -> dict[str, pa.Table]:
 
 def record(run: Held, name: str, store: Path, asked: Asked | None) -> Record:
     """A run as a report reads it; what follows from the ranks is computed from them."""
-    metrics = [run.metrics.select(METRIC_COLUMNS)]
-    if asked is None or run.ranks is None:
-        return Record(name, store / name, run.texts, run.seconds, metrics[0], None)
-    metrics += [diagonal(asked, metric, run.ranks) for metric in SUMS]
-    return Record(
-        name, store / name, run.texts, run.seconds, pa.concat_tables(metrics), partial(by_user, asked, run.ranks)
-    )
+    metrics, users = run.metrics.select(METRIC_COLUMNS), None
+    if asked is not None and run.ranks is not None:
+        metrics = pa.concat_tables([metrics, *(diagonal(asked, metric, run.ranks) for metric in SUMS)])
+        users = partial(by_user, asked, run.ranks)
+    return Record(name, store / name, run.texts, run.seconds, metrics, users)
 
 
 def gains(metric: str) -> Float[np.ndarray, " ranks"]:
@@ -277,13 +267,9 @@ def _cells(
     for block in blocks:
         for t in np.unique(slices[block.first]).tolist():
             own = block.queries[slices[block.queries] == t]
-            about = {
-                "slice_trained": t,
-                "slice_tested": t,
-                "candidates": CANDIDATES[block.kind],
-                "subset": block.subset,
-            }
-            rows.append(about | {"n_queries": len(own), "n_users": int((slices[block.first] == t).sum())})
+            about = {"slice_trained": t, "slice_tested": t, "candidates": CANDIDATES[block.kind]}
+            counts = {"n_queries": len(own), "n_users": int((slices[block.first] == t).sum())}
+            rows.append({**about, "subset": block.subset, **counts})
             queries.append((block.kind, own))
     schema = pa.schema([field for field in KEPT if field.name not in ("metric", "value")])
     return pa.Table.from_pylist(rows, schema=schema), tuple(queries)
@@ -303,11 +289,6 @@ def by_stream(queries: pa.Table) -> dict[str, pa.Table]:
     }
 
 
-def rows_of(cell: pa.Scalar) -> pa.Table:
-    """The table that is one value of a column."""
-    return pa.Table.from_struct_array(cell.values)
-
-
 def read_file(path: Path) -> pa.Table:
     """A file of a store."""
     try:
@@ -316,7 +297,7 @@ def read_file(path: Path) -> pa.Table:
         reason = str(problem).splitlines()[0]
         raise RunFolderError(f"{path} cannot be read ({reason}); fetch the pack again") from problem
     found = (table.schema.metadata or {}).get(b"protofed", b"nothing").decode(errors="replace")
-    if found != FORMAT[b"protofed"].decode():
-        wanted = FORMAT[b"protofed"].decode()
+    wanted = FORMAT[b"protofed"].decode()
+    if found != wanted:
         raise RunFolderError(f"{path} must be of the format {wanted}, found {found}; use the protofed that packed it")
     return table

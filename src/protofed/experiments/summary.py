@@ -1,5 +1,9 @@
 """What a finished run comes down to."""
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from protofed.config import read_toml
@@ -19,10 +23,10 @@ HEADLINE = (
 )
 
 
-def summarise_run(folder: RunFolder) -> dict[str, object]:
+def summarise_run(folder: RunFolder) -> dict[str, Any]:
     """Headline accuracy per kind of candidates and subset, forgetting and transfer, warnings."""
     config, found = read_toml(folder.path / "config.toml"), matrices(folder.table("metrics"))
-    headline = [
+    headline: list[dict[str, Any]] = [
         {
             "candidates": candidates,
             "subset": subset,
@@ -36,10 +40,7 @@ def summarise_run(folder: RunFolder) -> dict[str, object]:
     ]
     a = found["sampled", "all", "ndcg@10"].values
     random = np.full(len(a), uniform_reference(config.stream.n_negatives + 1)["ndcg@10"])
-    warnings = [
-        check_ndcg_hr_ratio(row["ndcg@10"], row["hr@10"], row["queries"])  # type: ignore[arg-type]
-        for row in headline
-    ]
+    warnings = [check_ndcg_hr_ratio(row["ndcg@10"], row["hr@10"], row["queries"]) for row in headline]
     return {
         "dataset": config.dataset,
         "method": config.method,
@@ -54,3 +55,9 @@ def summarise_run(folder: RunFolder) -> dict[str, object]:
         "final_model_average": final_accuracy(a),
         "warnings": sorted({warning for warning in warnings if warning}),
     }
+
+
+def headline_ndcg(summary: Mapping[str, Any], candidates: str, subset: str) -> float:
+    """NDCG@10 in one row of a summary's headline; NaN where the run had no such query."""
+    found = {(row["candidates"], row["subset"]): row["ndcg@10"] for row in summary["headline"]}
+    return float(found.get((candidates, subset), math.nan))

@@ -4,7 +4,6 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -13,7 +12,7 @@ import pyarrow.parquet as pq
 from protofed.config import RunConfig, read_toml
 from protofed.errors import ConfigError, RunFolderError
 from protofed.experiments.evaluate import METRICS_SCHEMA
-from protofed.experiments.records import log_lines, read_seconds, read_table
+from protofed.experiments.records import log_lines, read_json, read_seconds, read_table
 from protofed.files import WAIT, locked, written_atomically
 from protofed.methods.labels import run_label
 from protofed.privacy.ledger import read_ledger
@@ -48,16 +47,14 @@ class Finished:
     def identity(self) -> dict[str, object]:
         """The columns that name the run in both tables."""
         config = self.config
-        label = run_label(config)
-        names = (config.dataset, config.preset, config.method, self.variant, label, config.seed)
+        names = (config.dataset, config.preset, config.method, self.variant, run_label(config), config.seed)
         return dict(zip((name for name, _ in IDENTITY), names, strict=True))
 
 
 def finished_runs(out: Path) -> tuple[Finished, ...]:
     """Every finished run below the bench folder, by data set, method, variant and seed."""
-    found = [_finished(path.parent) for path in out.glob(FOLDERS)]
-    order = sorted(found, key=lambda run: (run.config.dataset, run.config.method, run.variant, run.config.seed))
-    return tuple(order)
+    found = (_finished(path.parent) for path in out.glob(FOLDERS))
+    return tuple(sorted(found, key=lambda r: (r.config.dataset, r.config.method, r.variant, r.config.seed)))
 
 
 def write_tables(out: Path) -> None:
@@ -88,7 +85,7 @@ def results_of(run: Finished) -> pa.Table:
 
 def run_row(run: Finished, out: Path) -> dict[str, object]:
     """What there is to say about a run as a whole."""
-    environment = _json(run.path / "environment.json")
+    environment = read_json(run.path / "environment.json", "delete its folder and run again")
     return {
         **run.identity,
         "folder": run.path.relative_to(out).as_posix(),
@@ -129,11 +126,3 @@ def _warm_up(log: Path) -> dict[str, object]:
     lines = log_lines(log.read_text(encoding="utf-8", errors="replace")) if log.is_file() else ()
     told = ([line for line in lines if line.get("stage") == "warm-up"] or [{}])[-1]
     return {"warm_up_epochs": told.get("epochs"), "warm_up_steps_per_epoch": told.get("steps_per_epoch")}
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as problem:
-        raise RunFolderError(f"{path} cannot be read ({problem}); delete its folder and run again") from problem
-    return found if isinstance(found, dict) else {}

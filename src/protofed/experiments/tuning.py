@@ -12,15 +12,16 @@ over, then never repeated), METHOD/best.toml the config of the best so far; tria
 import csv
 import hashlib
 import io
+import itertools
 import json
 import math
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from protofed.config import PrivacyConfig, RunConfig, Value, in_range, override, to_toml
@@ -30,6 +31,7 @@ from protofed.evaluation.forgetting import accuracy
 from protofed.experiments.folder import RunFolder, load_checkpoint
 from protofed.experiments.grid import texts
 from protofed.experiments.matrices import main_values
+from protofed.experiments.records import read_json
 from protofed.experiments.run import Experiment
 from protofed.features.content import Content
 from protofed.federation.plan import Stream, plan_releases
@@ -117,23 +119,16 @@ def base_block(log: InteractionLog, config: RunConfig, n_slices: int) -> Interac
 
 def drawn_trials(config: RunConfig, space: Space, n_trials: int) -> tuple[Trial, ...]:
     """The defaults, then other points of the grid, each at most once; all of them where there are no more."""
-    shape = tuple(len(values) for values in space.values())
-    order = numpy_stream(config.seed, "tune", config.method).permutation(math.prod(shape))
+    grid = [dict(zip(space, point, strict=True)) for point in itertools.product(*space.values())]
     defaults = {key: value_at(config, key) for key in space}
-    points = (
-        {key: values[place] for (key, values), place in zip(space.items(), places, strict=True)}
-        for places in (np.unravel_index(index, shape) if shape else () for index in order)
-    )
+    points = (grid[index] for index in numpy_stream(config.seed, "tune", config.method).permutation(len(grid)))
     others = [point for point in points if point != defaults][: n_trials - 1]
     return (Trial(0, {}), *(Trial(number, point) for number, point in enumerate(others, start=1)))
 
 
 def value_at(config: RunConfig, key: str) -> Any:
     """What a config gives at a dotted key, or its method at `hyper.NAME`."""
-    value: Any = configured(config) if key.startswith("hyper.") else config
-    for name in key.removeprefix("hyper.").split("."):
-        value = getattr(value, name)
-    return value
+    return attrgetter(key.removeprefix("hyper."))(configured(config) if key.startswith("hyper.") else config)
 
 
 def run_trial(
@@ -156,9 +151,8 @@ def run_trial(
     if (known := known_outcome(search, trial, out)) is not None:
         return known
     folder.parent.mkdir(parents=True, exist_ok=True)
-    pseudo = pseudo_config(search, config)
-    experiment = Experiment(pseudo, search.pseudo_log, cache, command=command, diagonal=True, content=content)
-    experiment = replace(experiment, device=device) if device is not None else experiment
+    pseudo, where = pseudo_config(search, config), device or torch.device("cpu")
+    experiment = Experiment(pseudo, search.pseudo_log, cache, where, command, diagonal=True, content=content)
     outcome, trace = attempted(experiment, trial, folder, progress)
     outcome = replace(outcome, made_with=digest(search, config))
     write_note(folder, outcome, trace)
@@ -191,15 +185,14 @@ def tried(trials: Path) -> Tried:
 
 def take_over(search: Tuning, rows: Tried, out: Path) -> int:
     """How many trials of an earlier search count here too: those made with the same, to the last setting."""
-    taken = 0
+    taken, method = 0, search.config.method
     for trial in search.trials:
         folder, made_with = trial_folder(search, trial, out), digest(search, override(search.config, trial.settings))
-        row = rows.get((search.config.method, made_with))
-        if row is None or row["failed"] or note_of(folder).is_file():
-            continue
-        method, value = search.config.method, float(row["ndcg@10"])
-        write_note(folder, Outcome(method, trial.number, dict(trial.settings), value, made_with=made_with))
-        taken += 1
+        row = rows.get((method, made_with))
+        if row is not None and not row["failed"] and not note_of(folder).is_file():
+            value = float(row["ndcg@10"])
+            write_note(folder, Outcome(method, trial.number, dict(trial.settings), value, made_with=made_with))
+            taken += 1
     return taken
 
 
@@ -227,19 +220,13 @@ def attempted(experiment: Experiment, trial: Trial, folder: Path, progress: Prog
 
 
 def judged(outcome: Outcome, run: RunFolder) -> Outcome:
-    """The objective of a finished run; a state or a value that is not finite is a failure."""
-    value = objective(run)
-    checkpoint = load_checkpoint(run)
+    """The objective of a finished run: the mean of A[t, t]; a state or a value that is not finite is a failure."""
+    value, checkpoint = accuracy(main_values(run.table("metrics"))), load_checkpoint(run)
     tensors = checkpoint[1].tensors if checkpoint is not None else {}
     broken = [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()]
     if broken or not math.isfinite(value):
         return replace(outcome, failed=f"diverged: {broken[0] if broken else 'the objective'} is not finite")
     return replace(outcome, objective=value)
-
-
-def objective(run: RunFolder) -> float:
-    """Mean over pseudo-slices t of A[t, t]: NDCG@10 of the test part, sampled candidates, all events."""
-    return accuracy(main_values(run.table("metrics")))
 
 
 def pseudo_config(search: Tuning, config: RunConfig) -> RunConfig:
@@ -292,8 +279,7 @@ def known_outcome(search: Tuning, trial: Trial, out: Path) -> Outcome | None:
 
 def best_of(outcomes: Sequence[Outcome]) -> Outcome | None:
     """The highest finite objective, the earlier trial where two are equal; None where every trial failed."""
-    counting = sorted((o for o in outcomes if o.counts), key=lambda o: o.trial)
-    return max(counting, key=lambda o: o.objective or 0.0, default=None)
+    return max((o for o in outcomes if o.counts), key=lambda o: (o.objective or 0.0, -o.trial), default=None)
 
 
 def write_best(search: Tuning, out: Path) -> Outcome | None:
@@ -301,24 +287,16 @@ def write_best(search: Tuning, out: Path) -> Outcome | None:
     over = [known for trial in search.trials if (known := known_outcome(search, trial, out)) is not None]
     best = best_of(over)
     if best is not None:
+        head = f"# trial {best.trial}, the best of the {len(over)} of {len(search.trials)} that are over: "
+        head += f"mean sampled NDCG@10 {best.objective!r} over {search.n_slices} pseudo-slices of the base block\n"
         config = override(search.config, best.settings)
-        head = (
-            f"# trial {best.trial}, the best of the {len(over)} of {len(search.trials)} that are over: "
-            f"mean sampled NDCG@10 {best.objective!r} over {search.n_slices} pseudo-slices of the base block\n"
-        )
         write_text(out / search.config.method / "best.toml", head + to_toml(config))
     return best
 
 
-def outcomes_in(out: Path) -> list[Outcome]:
-    """Every trial that is over, of every method, in order."""
-    found = [_outcome(path) for path in out.glob("*/trial-*.json")]
-    return sorted(found, key=lambda o: (o.method, o.trial))
-
-
 def write_table(out: Path) -> list[Outcome]:
-    """trials.csv of everything that is over; nothing in it depends on the clock."""
-    outcomes = outcomes_in(out)
+    """Every trial that is over, in order, as it now is in trials.csv; nothing in it depends on the clock."""
+    outcomes = sorted(map(_outcome, out.glob("*/trial-*.json")), key=lambda o: (o.method, o.trial))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -339,13 +317,12 @@ def claim_folder(out: Path, asked: Mapping[str, object]) -> None:
     path = out / "tune.json"
     asked = json.loads(json.dumps(asked))
     if path.is_file():
-        held = _read_note(path, "choose a new folder")
+        held = read_json(path, "choose a new folder")
         for key in sorted({*held, *asked}):
-            if held.get(key) != asked.get(key):
-                was, now = held.get(key), asked.get(key)
-                raise RunFolderError(
-                    f"--out {out} holds another tune ({key} {was!r}, asked for {now!r}); choose a new folder"
-                )
+            was, now = held.get(key), asked.get(key)
+            if was != now:
+                told = f"{key} {was!r}, asked for {now!r}"
+                raise RunFolderError(f"--out {out} holds another tune ({told}); choose a new folder")
         return
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunFolderError(f"--out {out} is not empty and holds no tune; choose a new folder")
@@ -353,24 +330,16 @@ def claim_folder(out: Path, asked: Mapping[str, object]) -> None:
     write_text(path, json.dumps(asked, indent=2) + "\n")
 
 
-def _read_note(path: Path, way_out: str = "delete it, and the trial is judged again") -> dict[str, Any]:
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as problem:
-        raise RunFolderError(f"{path} cannot be read ({problem}); {way_out}") from problem
-
-
 def _outcome(path: Path) -> Outcome:
     """What a trial's note says; a note that lacks something, or was changed after it was written, is refused."""
-    note = _read_note(path)
+    way_out = "delete it, and the trial is judged again"
+    note = read_json(path, way_out)
     wanted = {field.name for field in fields(Outcome)}
     if missing := {*wanted, CHECKSUM} - {*note}:
-        raise RunFolderError(f"{path} has no {min(missing)}; delete it, and the trial is judged again")
+        raise RunFolderError(f"{path} has no {min(missing)}; {way_out}")
     outcome = Outcome(**{name: note[name] for name in wanted})
     if note[CHECKSUM] != _checksum(outcome):
-        raise RunFolderError(
-            f"{path} is damaged: its checksum does not match; delete it, and the trial is judged again"
-        )
+        raise RunFolderError(f"{path} is damaged: its checksum does not match; {way_out}")
     return outcome
 
 
