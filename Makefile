@@ -44,6 +44,8 @@ report: $(READY)
 	$(PROTOFED) report results/paper_size -o build/paper_size.html --grid experiments/paper-size.toml --tuned results/tune --tuned results/tune/yelp
 	$(PROTOFED) report results/paper_size -o results/paper_size.csv
 	$(PROTOFED) report results/sensitivity -o build/sensitivity.html
+	$(PROTOFED) report results/flagship -o build/flagship.html
+	$(PROTOFED) report results/flagship -o results/flagship.csv
 	$(BIN)/python scripts/results_page.py
 	$(BIN)/python scripts/method_pages.py
 
