@@ -6,7 +6,7 @@ Every answer is computed anew: routing, prompt, own rows, ranking, the head; not
 what no question changes (counts of items, the device's folded past). The peer is
 the bare backbone (`SASRec.last_hidden`, scores of all items, the ten best) on the same history; beside it stands the
 backbone in the flat form that answers are computed with, which has one pass where an answer has two. Under a head the
-answer is timed with it and without, and an event folded into what the device keeps of its past. Users are
+answer is timed with it and without, and an event folded into what the device keeps of its past and laid out. Users are
 those of the folder who use their prompt and their own rows, which is the longest way. Times are of the processor, on
 one thread.
 """
@@ -24,10 +24,10 @@ import torch
 
 import protofed
 from protofed.backbone.one_query import embed_history, last_state, score_items
-from protofed.client.state import select
+from protofed.client.state import DeviceState, select
 from protofed.inference import device as single
 from protofed.inference.answer import make_ready
-from protofed.inference.kept_past import after_event
+from protofed.inference.kept_past import KeptPast, after_event
 from protofed.inference.online import online_inference
 
 
@@ -87,7 +87,11 @@ def main() -> None:
         bare_headed.append(milliseconds(lambda device=without: device.recommend(10), arguments.repeats))  # type: ignore[misc]
         if (past := device.past) is not None:
             event = int(state.memory.items[-1]), int(state.memory.times[-1])
-            folded.append(milliseconds(lambda past=past, event=event: after_event(past, *event), arguments.repeats))  # type: ignore[misc]
+
+            def fold(past: KeptPast = past, event: tuple[int, int] = event, state: DeviceState = state) -> object:
+                return model.lay_out(state, after_event(past, *event))
+
+            folded.append(milliseconds(fold, arguments.repeats))
         stacked.append(milliseconds(in_a_stack, arguments.repeats))
         ratios.append(whole[-1] / alone[-1])
     command = [sys.executable, "-m", "protofed.cli.main", "recommend", arguments.folder, "--history", "", "--json"]

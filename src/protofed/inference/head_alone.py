@@ -14,7 +14,7 @@ from torch import Tensor
 
 from protofed.inference.head import FittedHead, Part, counts_alone
 from protofed.inference.item_side import SPAN, popularity_numbers
-from protofed.inference.kept_past import KeptPast, kept_cells
+from protofed.inference.kept_past import KeptPast, KeptView, numbers_at, view_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +69,32 @@ def lay_out_part(part: Part) -> FlatPart:
     return FlatPart(part.least, part.most, part.centre, weights.T.contiguous(), bias, part.narrow.weight[0].clone())
 
 
+@dataclass(frozen=True, slots=True)
+class FlatPast:
+    """What a device's past tells the head, whatever the time of the question."""
+
+    own: KeptView | None
+    near: Tensor  # items that were met together with its newest ones
+    lift: Float[Tensor, " C"]  # what r adds for that
+
+
 @torch.inference_mode()
-def add_head(
-    flat: FlatHead, scores: Float[Tensor, " I"], past: KeptPast | None, newest: Sequence[int], now: int
-) -> Float[Tensor, " I"]:
-    """The final scores of a question asked at `now`: inner scores, what the device keeps, its newest items in order."""
-    whole = scores * flat.beta
+def lay_out_past(flat: FlatHead, past: KeptPast | None, newest: Sequence[int]) -> FlatPast:
+    """A device's past made ready: what it keeps, and its newest items, oldest first."""
+    near, lift = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
     if flat.items is not None and flat.plain is not None:
-        whole += flat.plain
-        items, z = met_together(flat, newest)
-        together = value_of(flat.items, torch.cat([flat.y[items], z], dim=1))
-        whole.index_add_(0, items, together - flat.plain[items])
-    if flat.own is not None and past is not None:
-        own = kept_cells(past, now, len(scores))
-        whole.index_add_(0, own.items, value_of(flat.own, own.x))
+        near, z = met_together(flat, newest)
+        lift = value_of(flat.items, torch.cat([flat.y[near], z], dim=1)) - flat.plain[near]
+    return FlatPast(None if flat.own is None or past is None else view_of(past, len(flat.y)), near, lift)
+
+
+@torch.inference_mode()
+def add_head(flat: FlatHead, scores: Float[Tensor, " I"], past: FlatPast, now: int) -> Float[Tensor, " I"]:
+    """The final scores of a question asked at `now`, from the scores inside."""
+    whole = scores * flat.beta if flat.plain is None else torch.add(flat.plain, scores, alpha=flat.beta)
+    whole.index_add_(0, past.near, past.lift)
+    if flat.own is not None and past.own is not None:
+        whole.index_add_(0, past.own.items, value_of(flat.own, numbers_at(past.own, now)))
     return whole
 
 

@@ -111,32 +111,67 @@ def _follow(past: KeptPast, source: int, target: int, time: int) -> None:
     past.followed_last[at] = time
 
 
-def kept_cells(past: KeptPast, now: int, n_items: int) -> Cells:
-    """The numbers of NUMBERS about each kept item, as of `now`, for a single question."""
+@dataclass(frozen=True, slots=True)
+class KeptView:
+    """A kept past laid out for questions at any time: what no question changes, and the rest with its times."""
+
+    items: torch.Tensor  # (P,) int64, ascending
+    x: np.ndarray  # (P, 18) float32: the numbers that do not depend on the time of the question, else 0
+    last: np.ndarray  # (P,) int64
+    sums: np.ndarray  # (P, 4) float32, at `last`
+    followed: np.ndarray  # rows of the items that followed the newest one
+    followed_sum: np.ndarray
+    followed_last: np.ndarray
+    rows: np.ndarray  # the row of each kept instant
+    instants: np.ndarray
+
+
+def view_of(past: KeptPast, n_items: int) -> KeptView:
+    """The kept items below `n_items` with their numbers, as far as these are known before a question is asked."""
     places = np.flatnonzero((past.items != EMPTY) & (past.items < n_items))
     places = places[past.items[places].argsort()]
     items, count, n = past.items[places], past.counts[places], max(float(past.n_events), 1.0)
-    age = np.maximum(now - past.last[places], 0) / DAY
     since = past.n_events - 1 - past.newest[places]
-    x = np.zeros((len(places), len(NUMBERS)), dtype=np.float32)
-    x[:, 0] = np.log1p(count, dtype=np.float64)
-    x[:, 1:5] = np.log1p(10 * past.sums[places] * 0.5 ** (age[:, None] / _LIVES))
-    x[:, 5] = np.log1p(since, dtype=np.float64)
-    x[:, 6] = since == 0
-    for at in np.flatnonzero(past.sources == past.ends_with) if len(items) else ():
-        target = int(items.searchsorted(past.targets[at]))
-        if target < len(items) and items[target] == past.targets[at]:
-            old = max(now - int(past.followed_last[at]), 0) / DAY
-            x[target, 7] = math.log1p(past.followed[at])
-            x[target, 8] = math.log1p(past.followed_sum[at] * 0.5 ** (old / FOLLOW_HALF_LIFE))
+    row = np.full(ITEMS, EMPTY, dtype=np.int64)
+    row[places] = np.arange(len(places))
     real = past.owners != EMPTY
-    owners, hours = past.owners[real], torch.from_numpy(24 * np.maximum(now - past.instants[real], 0) / DAY)
+    rows, instants = row[past.owners[real]], past.instants[real]
+    after = np.flatnonzero((past.sources == past.ends_with) & np.isin(past.targets, items))
+    followed = items.searchsorted(past.targets[after])
+    x = np.zeros((len(places), len(NUMBERS)), dtype=np.float32)
+    x[:, 0], x[:, 5], x[:, 6] = np.log1p(count, dtype=np.float64), np.log1p(since, dtype=np.float64), since == 0
+    x[followed, 7] = np.log1p(past.followed[after], dtype=np.float64)
+    x[:, 11], x[:, 12], x[:, 13] = count / n, math.log1p(past.n_events), 1 - past.n_distinct / n
+    x[:, 16], x[:, 17] = count == 1, 1.0
+    return KeptView(
+        items=torch.from_numpy(items.astype(np.int64)),
+        x=x,
+        last=past.last[places],
+        sums=past.sums[places],
+        followed=followed,
+        followed_sum=past.followed_sum[after],
+        followed_last=past.followed_last[after],
+        rows=rows[rows != EMPTY],
+        instants=instants[rows != EMPTY],
+    )
+
+
+def numbers_at(view: KeptView, now: int) -> torch.Tensor:
+    """The numbers of NUMBERS about each kept item, as of `now`."""
+    x = view.x.copy()
+    age = np.maximum(now - view.last, 0) / DAY
+    x[:, 1:5] = np.log1p(10 * view.sums * 0.5 ** (age[:, None] / _LIVES))
+    old = np.maximum(now - view.followed_last, 0) / DAY
+    x[view.followed, 8] = np.log1p(view.followed_sum * 0.5 ** (old / FOLLOW_HALF_LIFE))
+    hours = torch.from_numpy(24 * np.maximum(now - view.instants, 0) / DAY)
     for column, period, width in ((9, 24.0, HOUR_WIDTH), (10, 168.0, WEEK_WIDTH)):
-        x[:, column] = np.log1p(np.bincount(owners, near(hours, period, width).numpy(), minlength=ITEMS)[places])
-    x[:, 11] = count / n
-    x[:, 12], x[:, 13] = math.log1p(past.n_events), 1 - past.n_distinct / n
+        x[:, column] = np.log1p(np.bincount(view.rows, near(hours, period, width).numpy(), minlength=len(x)))
     x[:, 14] = log_age = np.log1p(age)
     x[:, 15] = log_age**2 / 10
-    x[:, 16], x[:, 17] = count == 1, 1.0
-    which = torch.zeros(len(places), dtype=torch.int64)
-    return Cells(which, torch.from_numpy(items.astype(np.int64)), torch.from_numpy(x))
+    return torch.from_numpy(x)
+
+
+def kept_cells(past: KeptPast, now: int, n_items: int) -> Cells:
+    """The numbers of NUMBERS about each kept item, as of `now`, for a single question."""
+    view = view_of(past, n_items)
+    return Cells(torch.zeros_like(view.items), view.items, numbers_at(view, now))

@@ -21,7 +21,7 @@ from protofed.errors import DataError
 from protofed.inference import device as single
 from protofed.inference.answer import Ready, make_ready, score_next
 from protofed.inference.head import FittedHead, with_head
-from protofed.inference.head_alone import FlatHead, add_head, lay_out_head
+from protofed.inference.head_alone import FlatHead, FlatPast, add_head, lay_out_head, lay_out_past
 from protofed.inference.item_side import SPAN
 from protofed.inference.kept_past import KeptPast, after_event, keep_past
 from protofed.inference.online import online_inference
@@ -183,11 +183,11 @@ class Recommender:
         return remember(new_device(self.model, key), select_events(self.bystanders.memory, beside[:1]))
 
     def score(
-        self, state: DeviceState, past: KeptPast | None = None, time: int | None = None
+        self, state: DeviceState, past: FlatPast | None = None, time: int | None = None
     ) -> Float[torch.Tensor, " I"]:
         """A score for every item as this device's next one at `time`, by default that of its newest event.
 
-        `past`: what the device keeps of its own past, where that needs not be made anew.
+        `past`: the device's past as `lay_out` makes it, where that needs not be made anew.
         """
         if self._ready is not None:
             scores = score_next(self._ready, state)
@@ -195,10 +195,16 @@ class Recommender:
             scores = online_inference(self.model, state, single.as_query(self.model, state))[0]
         if self.head is None or not self.head.head.worn:
             return scores
-        if past is None and self.head.head.own is not None:
+        if past is None:
             return with_head(self.head, scores[None], single.as_query(self.model, state, time))[0]
-        newest, memory = state.memory.items[-SPAN:].tolist(), state.memory.times[-1:].tolist()
-        return add_head(self._flat_head, scores, past, newest, time if time is not None else max(memory, default=0))
+        newest = max(state.memory.times[-1:].tolist(), default=0)
+        return add_head(self._flat_head, scores, past, newest if time is None else time)
+
+    def lay_out(self, state: DeviceState, past: KeptPast | None) -> FlatPast | None:
+        """A device's past made ready for the head; None where no head is worn."""
+        if self.head is None or not self.head.head.worn:
+            return None
+        return lay_out_past(self._flat_head, past, state.memory.items[-SPAN:].tolist())
 
     @cached_property
     def _ready(self) -> Ready | None:
@@ -254,6 +260,7 @@ class Device:
         self.recommender, self.state, self.draws, self.unknown = recommender, state, draws, unknown
         self._learned = learned
         self._past: KeptPast | None = None
+        self._laid_out: tuple[int, FlatPast | None] = (-1, None)
 
     @property
     def past(self) -> KeptPast | None:
@@ -264,6 +271,14 @@ class Device:
         if self._past is None or self._past.n_events != len(memory.items):
             self._past = keep_past(memory.items.tolist(), memory.times.tolist())
         return self._past
+
+    @property
+    def laid_out(self) -> FlatPast | None:
+        """What the head reads of this device, whatever the time of the question; made anew after every event."""
+        memory = self.state.memory
+        if self._laid_out[0] != len(memory.items):
+            self._laid_out = len(memory.items), self.recommender.lay_out(self.state, self.past)
+        return self._laid_out[1]
 
     def recommend(
         self,
@@ -285,7 +300,7 @@ class Device:
         if exclude_seen:
             among = torch.arange(model.n_items) if among is None else among
             among = among[~torch.isin(among, self.state.memory.items)]
-        ranking = single.best_items(self.recommender.score(self.state, self.past, time), n, among)
+        ranking = single.best_items(self.recommender.score(self.state, self.laid_out, time), n, among)
         items, scores = ranking.items.tolist(), ranking.scores.tolist()
         reasons = self._reasons(items, among) if why else [None] * len(items)
         return [

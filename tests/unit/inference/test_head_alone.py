@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pasts import queries_of
 
 from protofed.inference.head import FittedHead, Head, with_head
-from protofed.inference.head_alone import add_head, lay_out_head
+from protofed.inference.head_alone import add_head, lay_out_head, lay_out_past
 from protofed.inference.item_side import Covisits, ItemCounts
 from protofed.inference.kept_past import keep_past
 from protofed.inference.own_past import NUMBERS
@@ -51,7 +51,8 @@ def test_one_question_has_the_scores_it_has_in_a_stack(past, later, worn, counte
         fitted.head.own.leave_out([NUMBERS.index("age"), NUMBERS.index("time of day")])
     scores = torch.randn(N, generator=torch.Generator().manual_seed(1))
     kept = keep_past((item for item, _ in past), (time for _, time in past))
-    found = add_head(lay_out_head(fitted, N), scores, kept, [item for item, _ in past], now)
+    flat = lay_out_head(fitted, N)
+    found = add_head(flat, scores, lay_out_past(flat, kept, [item for item, _ in past]), now)
     queries = queries_of([past], now, N)
     expected = with_head(fitted, scores[None], queries)[0] if own or items else scores * fitted.head.log_beta.exp()
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)  # the kept past has sums of 32 bits
@@ -61,6 +62,7 @@ def test_one_question_has_the_scores_it_has_in_a_stack(past, later, worn, counte
 def test_only_the_newest_three_are_looked_up_and_unknown_ones_tell_nothing(newest):
     fitted = FittedHead(drawn_head(own=False, items=True), counts(N))
     flat, scores = lay_out_head(fitted, N), torch.zeros(N)
-    assert torch.equal(add_head(flat, scores, None, newest, 0), add_head(flat, scores, None, newest[-3:], 0))
+    found, newest_three = (add_head(flat, scores, lay_out_past(flat, None, some), 0) for some in (newest, newest[-3:]))
+    assert torch.equal(found, newest_three)
     if not [item for item in newest if item < N]:
-        assert torch.allclose(add_head(flat, scores, None, newest, 0), flat.plain)
+        assert torch.allclose(found, flat.plain)

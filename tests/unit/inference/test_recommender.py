@@ -470,7 +470,7 @@ def test_under_a_head_a_device_keeps_up_with_its_past_and_answers_as_if_it_read_
     query = single.as_query(loaded.model, device.state)
     plain = online_inference(loaded.model, device.state, query)
     expected = with_head(loaded.head, plain, query)[0]
-    torch.testing.assert_close(loaded.score(device.state, device.past), expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(loaded.score(device.state, device.laid_out), expected, atol=1e-3, rtol=1e-3)
     assert not torch.allclose(expected, plain[0], atol=0.1)
     later = newest + 90 * 24 * 3_600  # asked later, the past is older
     at_last, then = ({r.item: r.score for r in device.recommend(40, time=t)} for t in (None, later))
