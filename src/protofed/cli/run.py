@@ -258,10 +258,10 @@ def print_result(folder: "RunFolder", config: RunConfig, as_json: bool) -> None:
 
 def promise_of(folder: "RunFolder", config: RunConfig) -> dict[str, object] | None:
     """What a run's ledger promises; None where there is no claim."""
-    from protofed.methods.catalogue import shares_nothing
+    from protofed.methods.catalogue import only_noised
     from protofed.privacy.promise import promised
 
-    return promised(folder.path / "ledger.json", config.privacy.delta, nothing=shares_nothing(config))
+    return promised(folder.path / "ledger.json", config.privacy.delta, nothing=only_noised(config))
 
 
 def print_summary(summary: Mapping[str, Any], out: Path) -> None:

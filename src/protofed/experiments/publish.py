@@ -20,7 +20,7 @@ from protofed.federation.preparation import nobody_yet
 from protofed.files import write_text
 from protofed.inference.folder import CARD, save_parts
 from protofed.inference.recommender import BARE, NOBODY, Bystanders, Catalogue, Recommender
-from protofed.methods.catalogue import shares_nothing
+from protofed.methods.catalogue import only_noised, shares_nothing
 from protofed.methods.frozen import BackboneState
 from protofed.methods.headed import Headed
 from protofed.methods.protocol import Method, Published, Recommending, World
@@ -113,7 +113,8 @@ def published(method: Method[Any], world: World, state: Any, n_items: int) -> Pu
         return None
     if isinstance(method, Headed):
         made = published(method.inner, method.inside(world, state), state.inner, n_items)
-        return made and replace(made, head=state.fitted if state.fitted.head.worn else None)
+        head, rule = state.fitted if state.fitted.head.worn else None, None if state.alone or not made else made.rule
+        return made and replace(made, head=head, rule=rule)
     if isinstance(method, Recommending):
         made = method.publish(world, state, n_items)
         return replace(made, rule=None) if shares_nothing(world.config) else made
@@ -165,7 +166,7 @@ def left_out(log: InteractionLog, everyone: InteractionLog) -> Bystanders:
 def write_card(folder: RunFolder, config: RunConfig, data: SliceStream, around: Surroundings) -> None:
     """README.md of a model: what it is, what leaves a device, what it was trained on, how good it is, its limits."""
     log, share = data.log, f"{100 * config.stream.base_fraction:g} %"
-    said = promised(folder.path / "ledger.json", config.privacy.delta, nothing=shares_nothing(config))
+    said = promised(folder.path / "ledger.json", config.privacy.delta, nothing=only_noised(config))
     rest = 0 if around.everyone is None else around.everyone.n_users - log.n_users
     few = f"{rest:,} more users have too few events to learn from; their devices start from their history."
     rows = [

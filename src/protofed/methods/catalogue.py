@@ -157,6 +157,11 @@ def shares_nothing(config: RunConfig) -> bool:
     return entry.shares_nothing or (bool(entry.modes) and config.protofed.mode == "nothing")
 
 
+def only_noised(config: RunConfig) -> bool:
+    """Whether all that leaves a device is in the ledger, so that an empty one means ε = 0."""
+    return shares_nothing(config) or private_by_itself(config.method, config.protofed.mode)
+
+
 def outside_method(name: str) -> Method[Any]:
     """The method, or one made without arguments of the class, that `package.module:Name` names."""
     module, _, attribute = name.partition(":")

@@ -12,7 +12,7 @@ from protofed.privacy.ledger import SHARE, claim, claim_of_nothing, read_ledger,
 def promised(ledger: Path, delta: float, *, nothing: bool = False) -> dict[str, object] | None:
     """What the run's ledger promises against both adversaries, or why no ε is stated; None where there is no claim.
 
-    `nothing`: the run lets nothing leave a device after the base block.
+    `nothing`: whatever leaves a device after the base block is in the ledger, if anything does.
     """
     releases, trust = read_ledger(ledger)
     if not releases and nothing:

@@ -16,10 +16,12 @@ from protofed.inference import fit_head
 from protofed.inference.head import with_head
 from protofed.inference.item_side import count_items
 from protofed.methods import headed
-from protofed.methods.catalogue import METHODS, method_named
+from protofed.methods.catalogue import METHODS, method_named, only_noised
 from protofed.methods.headed import AGES, Headed, examples_at, forget_items, later_half, under_head
 from protofed.methods.protocol import World
 from protofed.privacy.accountant import epsilon
+from protofed.privacy.ledger import write_ledger
+from protofed.privacy.promise import promised
 from protofed.slices.leaks import check_evidence
 from protofed.slices.stream import halves
 from protofed.snapshot import restore, take_snapshot
@@ -281,6 +283,25 @@ def test_devices_that_do_not_pay_are_left_out_and_the_backbone_answers_under_its
     made = published(method, world, state, tiny_log().n_items)
     assert made.model.rule.allowed == (True, False, False, False)
     assert made.model.rule.steps == 0
+    assert made.rule is None  # no device makes an upload
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (NOTHING, True),
+        (PRIVATE, True),
+        ({"method": "protofed-sp"}, True),
+        ({"method": "frozen-no-new-rows"}, True),
+        ({"method": "protofed-sp", "protofed__mode": "nodp"}, False),
+        ({"method": "frozen"}, False),
+    ],
+)
+def test_an_empty_ledger_means_zero_only_where_all_that_is_shared_is_in_it(settings, expected, tmp_path):
+    assert only_noised(tiny_config(**settings)) is expected
+    write_ledger(tmp_path / "ledger.json", ())
+    said = promised(tmp_path / "ledger.json", 1e-5, nothing=expected)
+    assert (said and said["epsilon_release"]) == (0.0 if expected else None)
 
 
 def test_by_one_flag_devices_answer_whatever_the_rehearsal_says(monkeypatch):
