@@ -4,9 +4,15 @@ import pytest
 
 pytest.importorskip("flwr", reason="the extra `federated` is not installed")
 
-from protofed.cli.federate import check_method, print_demo, round_line
+from worlds import tiny_config, tiny_log
+
+from protofed.cli import federate
+from protofed.cli.federate import check_method, prepare_folders, print_demo, round_line
+from protofed.deployment.deal import SERVER
 from protofed.deployment.flower.processes import APP, write_app
+from protofed.deployment.server import read_server, rounds_of
 from protofed.errors import ConfigError
+from protofed.methods import headed
 
 
 @pytest.mark.parametrize(
@@ -31,6 +37,18 @@ def test_the_app_of_a_run_names_both_sides(tmp_path):
     assert written == tomllib.loads(APP)
     assert set(written["tool"]["flwr"]["app"]["components"]) == {"serverapp", "clientapp"}
     assert {"folder", "slice", "nodes", "timeout", "patience"} == set(written["tool"]["flwr"]["app"]["config"])
+
+
+@pytest.mark.parametrize("pay", [True, False])
+def test_prepared_hosts_are_asked_for_prompts_only_where_the_rehearsal_keeps_devices(pay, tmp_path, monkeypatch):
+    monkeypatch.setattr(headed, "gain_of", lambda *_: pay)
+    monkeypatch.setattr(federate, "load", lambda config, root: tiny_log())
+    settings = {"method": "protofed", "protofed__mode": "private", "protofed__ablate": "popularity"}
+    config = tiny_config(scoring__head=True, protofed__newcomers="mean-row", **settings)
+    prepare_folders(config, tmp_path, tmp_path / "made", 2, tmp_path / "cache")
+    server = read_server(tmp_path / "made" / SERVER)
+    planned = [rounds_of(server.config, server.read_state(), cut) for cut in server.cuts]
+    assert [bool(rounds) for rounds in planned] == [pay] * len(server.cuts)
 
 
 def a_round(number: int, asked: int, lost: tuple[str, ...] = (), refused: int = 0) -> dict[str, object]:
