@@ -288,6 +288,42 @@ def test_the_table_at_a_glance_has_every_row_of_every_log_by_mean_place():
     )
 
 
+HEAD_ROWS = {
+    "protofed (nothing), with places": ["protofed (share nothing, content: place)"],
+    "protofed (nothing), with categories": ["protofed (share nothing, content: category)"],
+    "protofed (nothing)": ["protofed (share nothing)"],
+    "protofed (private)": ["protofed (share private)"],
+    "protofed (nothing), and (private), which releases nothing here": [
+        "protofed (share nothing)",
+        "protofed (share private)",
+    ],
+    "frozen under the head": ["frozen (head)"],
+    "frozen under the head, with places": ["frozen (content: place, head)"],
+    "frozen under the head, with categories": ["frozen (content: category, head)"],
+}
+
+
+def test_the_flagships_first_look_holds_committed_means_and_spreads():
+    lines = csv.DictReader(io.StringIO((ROOT / "results" / "flagship.csv").read_text(encoding="utf-8")))
+    found = {
+        (line["dataset"], line["method"], line["candidates"], line["subset"]): line
+        for line in lines
+        if (line["table"], line["quantity"]) == ("accuracy", "ndcg@10")
+    }
+    page = (ROOT / "docs" / "head.md").read_text(encoding="utf-8").partition("| log | method | ε |")[2]
+    dataset, checked = "", 0
+    for line in page.partition("```")[0].splitlines()[2:]:
+        log, name, _, *cells = [cell.strip() for cell in line.strip("|").split("|")] if line else ("", "*", "")
+        dataset = log.split(",")[0] or dataset
+        for label in [] if name.endswith("*") else HEAD_ROWS[name]:
+            columns = [(kind, subset) for subset in ("all", "novel") for kind in ("sampled", "full")]
+            for column, cell in zip(columns, cells, strict=True):
+                mean, *std = (f"{float(found[dataset, label, *column][key] or 0):.3f}"[1:] for key in ("mean", "std"))
+                assert cell in (mean, f"{mean} ± {std[0]}")
+                checked += 1
+    assert checked == 4 * 13
+
+
 def test_the_first_table_of_the_readme_holds_committed_means():
     lines = [
         line
