@@ -113,7 +113,10 @@ def published(method: Method[Any], world: World, state: Any, n_items: int) -> Pu
         return None
     if isinstance(method, Headed):
         made = published(method.inner, method.inside(world, state), state.inner, n_items)
-        head, rule = state.fitted if state.fitted.head.worn else None, None if state.alone or not made else made.rule
+        head, rule = (
+            state.fitted if state.fitted.head.worn else None,
+            None if state.devices_out or not made else made.rule,
+        )
         return made and replace(made, head=head, rule=rule)
     if isinstance(method, Recommending):
         made = method.publish(world, state, n_items)

@@ -54,7 +54,7 @@ class HeadedState:
     counts_until: int
     noise: float = 0.0  # of each release of popularity; 0: it is not released
     slice_index: int = 0
-    alone: bool = False  # the rehearsal found devices worth less than the backbone alone
+    devices_out: bool = False  # the rehearsal found devices worth less than the backbone alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +79,18 @@ class Headed:
         inner = self.inner.start(replace(world, beside=(popularity,) if popularity else ()))
         world.progress("head", 0, None)
         examples, head = self.fit(world, self.inner, inner, noise)
-        alone = False
+        devices_out = False
         if self.rehearse and isinstance(self.inner, Rehearsing):
             bare = self.fit(world, BARE, BARE.start(world), noise)
-            if alone := not gain_of(examples, head, *bare, world.config.seed):
-                apart, inner = self.inner.alone(world, inner)
-                more = self.noise_alone(apart, inner, noise)
-                noise, head = more, bare[1] if more == noise else self.fit(world, BARE, BARE.start(world), more)[1]
+            if devices_out := not gain_of(examples, head, *bare, world.config.seed):
+                apart, inner = self.inner.without_devices(world, inner)
+                more = self.noise_without_devices(apart, inner, noise)
+                head = bare[1] if more == noise else self.fit(world, BARE, BARE.start(world), more)[1]
+                noise = more
         asked, counts = later_half(world.base), counts_at(world, self.counts, 0)
         newest = int(asked[-1]) if len(asked) else -1
         until = world.base.bounds[-1].train_end
-        return HeadedState(inner, FittedHead(head, counts), newest, until, noise, alone=alone)
+        return HeadedState(inner, FittedHead(head, counts), newest, until, noise, devices_out=devices_out)
 
     def fit(self, world: World, method: Method[Any], inner: Any, noise: float) -> tuple[Examples, Head]:
         """The questions of the base block as this method answers them, and the head that fits it."""
@@ -99,8 +100,8 @@ class Headed:
 
     def inside(self, world: World, state: HeadedState) -> World:
         """The world as the method inside is to see it: without what the rehearsal left out."""
-        if state.alone and isinstance(self.inner, Rehearsing):
-            return self.inner.alone(world, state.inner)[0]
+        if state.devices_out and isinstance(self.inner, Rehearsing):
+            return self.inner.without_devices(world, state.inner)[0]
         return world
 
     def learn(
@@ -118,7 +119,12 @@ class Headed:
             heard = {"popularity_clients": n, "popularity_noise": state.noise}
         fitted = FittedHead(state.fitted.head, counts)
         state = replace(state, inner=inner, fitted=fitted, counts_until=until, slice_index=slice_.index)
-        return state, {**told, **heard, **about_head(fitted), **({"alone": int(state.alone)} if self.rehearse else {})}
+        return state, {
+            **told,
+            **heard,
+            **about_head(fitted),
+            **({"devices_out": int(state.devices_out)} if self.rehearse else {}),
+        }
 
     def score(self, world: World, state: HeadedState, queries: Queries) -> Float[Tensor, "B I"]:
         scores = self.inner.score(self.inside(world, state), state.inner, queries)
@@ -137,7 +143,7 @@ class Headed:
         popularity = popularity_stream(world.config.privacy, made, state.noise)
         return (*inside, *(ledger((popularity,)) if state.noise and made else ()))
 
-    def noise_alone(self, world: World, inner: Any, noise: float) -> float:
+    def noise_without_devices(self, world: World, inner: Any, noise: float) -> float:
         """The noise of popularity where devices upload nothing else: all that new items leave of the budget is its."""
         if self.counts != "released" or not self.items or not world.config.privacy.target_epsilon:
             return noise

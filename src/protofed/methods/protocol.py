@@ -64,7 +64,7 @@ class Method(Protocol[State]):
 class Rehearsing(Protocol):
     """A method whose devices may be worth less than its backbone alone."""
 
-    def alone(self, world: World, state: Any) -> tuple[World, Any]:
+    def without_devices(self, world: World, state: Any) -> tuple[World, Any]:
         """The world and the state in which the backbone answers alone, and devices say nothing of themselves."""
         ...
 

@@ -152,7 +152,7 @@ class ProtoFedSP:
         rule = round_rule(config, state.library.n_prototypes, state.noise_multiplier, len(state.devices))
         return Published(model_of(world, state, n_items), state.devices, rule, state.rounds)
 
-    def alone(self, world: World, state: ProtoFedState) -> tuple[World, ProtoFedState]:
+    def without_devices(self, world: World, state: ProtoFedState) -> tuple[World, ProtoFedState]:
         """The world and the state in which no device uses or uploads anything of its own: the backbone answers."""
         settings = world.config.protofed
         out = ",".join(sorted(ablations_of(settings) | {"prompts", "own-rows"}))

@@ -268,7 +268,7 @@ def test_devices_that_do_not_pay_are_left_out_and_the_backbone_answers_under_its
     world = world_of(protofed__newcomers="mean-row", **settings)
     method = headed_in(world)
     state = method.start(world)
-    assert state.alone
+    assert state.devices_out
     frozen = world_of(method="frozen-no-new-rows")
     bare = headed_in(frozen)
     expected = bare.start(frozen)
@@ -277,9 +277,9 @@ def test_devices_that_do_not_pay_are_left_out_and_the_backbone_answers_under_its
         expected, _ = bare.learn(frozen, expected, tiny_stream().slice_(index), PlainDescent())
         _, queries = questions(index)
         assert torch.equal(method.score(world, state, queries), bare.score(frozen, expected, queries))
-    assert (told["alone"], told["rounds"], told["own_rows"], told["bytes_up"]) == (1, 0, 0, 0)
+    assert (told["devices_out"], told["rounds"], told["own_rows"], told["bytes_up"]) == (1, 0, 0, 0)
     assert method.releases(world, state, 1) == ()
-    assert restore(take_snapshot(state)).alone
+    assert restore(take_snapshot(state)).devices_out
     made = published(method, world, state, tiny_log().n_items)
     assert made.model.rule.allowed == (True, False, False, False)
     assert made.model.rule.steps == 0
@@ -309,7 +309,7 @@ def test_by_one_flag_devices_answer_whatever_the_rehearsal_says(monkeypatch):
     world = world_of(protofed__ablate="rehearsal", **NOTHING)
     method = headed_in(world)
     state, told = method.learn(world, method.start(world), tiny_stream().slice_(1), PlainDescent())
-    assert not state.alone
+    assert not state.devices_out
     assert told["own_rows"] > 0
 
 

@@ -89,14 +89,14 @@ class Federated:
     def publish(self, world: World, state: ProtoFedState, n_items: int) -> Published:
         return self.inner.publish(world, state, n_items)
 
-    def alone(self, world: World, state: ProtoFedState) -> tuple[World, ProtoFedState]:
+    def without_devices(self, world: World, state: ProtoFedState) -> tuple[World, ProtoFedState]:
         settings = world.config.protofed
         if settings.mode == "private" and "popularity" not in ablations_of(settings):
             raise ConfigError(
                 "on this base block the rehearsal leaves devices out, and hosts are not asked for popularity; give "
                 "--share nothing, or keep the devices with --set protofed.ablate=rehearsal,popularity"
             )
-        return self.inner.alone(world, state)
+        return self.inner.without_devices(world, state)
 
     def releases(self, world: World, state: ProtoFedState, slices_ahead: int = 0) -> Ledger:
         return self.inner.releases(world, state, slices_ahead)
