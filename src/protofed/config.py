@@ -184,7 +184,6 @@ ABLATIONS: Mapping[str, str] = {
     "query-time": "the head does not read when a question is asked: ages, half-lives, time of day and hour of the week",
     "item-counts": "the head adds nothing for counts of items",
     "popularity": "popularity is not released",
-    "rehearsal": "devices answer for themselves, even where the base block says that the backbone alone is better",
 }
 
 

@@ -12,7 +12,7 @@ from protofed.deployment.deal import SERVER
 from protofed.deployment.flower.processes import APP, write_app
 from protofed.deployment.server import read_server, rounds_of
 from protofed.errors import ConfigError
-from protofed.methods import headed
+from protofed.methods.protofed import ProtoFed
 
 
 @pytest.mark.parametrize(
@@ -40,8 +40,9 @@ def test_the_app_of_a_run_names_both_sides(tmp_path):
 
 
 @pytest.mark.parametrize("pay", [True, False])
-def test_prepared_hosts_are_asked_for_prompts_only_where_the_rehearsal_keeps_devices(pay, tmp_path, monkeypatch):
-    monkeypatch.setattr(headed, "gain_of", lambda *_: pay)
+def test_prepared_hosts_are_asked_for_prompts_only_where_they_pay_under_the_head(pay, tmp_path, monkeypatch):
+    choose = ProtoFed.choose_under
+    monkeypatch.setattr(ProtoFed, "choose_under", lambda self, world, state: (choose(self, world, state)[0], pay))
     monkeypatch.setattr(federate, "load", lambda config, root: tiny_log())
     settings = {"method": "protofed", "protofed__mode": "private", "protofed__ablate": "popularity"}
     config = tiny_config(scoring__head=True, protofed__newcomers="mean-row", **settings)

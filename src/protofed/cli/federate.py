@@ -119,8 +119,7 @@ def prepare_folders(config: RunConfig, root: Path, out: Path, hosts: int, cache:
         federated = Federated(inner, out, log, hosts, lambda folder, index: None, seeded=False)
         method = under_head(federated, config)
         _, state = without_head(method, started := method.start(world))
-        head = started.fitted if isinstance(method, Headed) and started.fitted.head.worn else None
-        deal_world(federated, method.inside(world, started) if isinstance(method, Headed) else world, state, head)
+        deal_world(federated, method.inside(world, started) if isinstance(method, Headed) else world, state)
         write_app(out / "app")
     made = f"{out}/server, {out}/app and {out}/hosts/0 to {hosts - 1}"
     print(f"wrote {made}; docs/how_to/federate.md says what to start where")

@@ -32,6 +32,7 @@ from protofed.federation.simulator import (
     step_stacks,
 )
 from protofed.inference.folder import load
+from protofed.inference.head import FittedHead
 from protofed.methods.protofed_rules import as_run, local_rule
 from protofed.privacy.draws import SeededDraws, SystemDraws
 from protofed.privacy.upload import RoundRule
@@ -46,6 +47,7 @@ class Host:
     """What a host was given: the model after the base block, the public rules, and its own users' events."""
 
     model: Model
+    head: FittedHead | None
     rule: RoundRule
     config: RunConfig
     events: Events
@@ -71,7 +73,7 @@ def read_host(folder: Path) -> tuple[Host, DeviceState]:
     config, table = from_toml(given.settings), read_events(folder / EVENTS)
     events = own_events(given.name, table, given.catalogue.table["item"].combine_chunks())
     assert given.rule is not None
-    return Host(given.model, given.rule, config, events, (folder / SEEDED).is_file()), given.devices
+    return Host(given.model, given.head, given.rule, config, events, (folder / SEEDED).is_file()), given.devices
 
 
 def read_events(file: Path) -> pa.Table:
@@ -132,7 +134,7 @@ def bring_to(host: Host, devices: Devices, order: Order, schedule: Schedule) -> 
             devices = Devices(state, stacks, cut.index, 0, False, devices.place, devices.round_)
         ends = cut.index < newest or order.kind == "finish"
         devices = stepped(model, devices, own, own.steps if ends else order.steps)
-        devices = finished(model, devices, slice_) if ends else devices
+        devices = finished(model, devices, slice_, host.head) if ends else devices
     return devices
 
 
@@ -144,9 +146,9 @@ def stepped(model: Model, devices: Devices, schedule: Schedule, steps: int) -> D
     return replace(devices, stacks=tuple(stacks), steps=max(steps, devices.steps))
 
 
-def finished(model: Model, devices: Devices, slice_: TimeSlice) -> Devices:
+def finished(model: Model, devices: Devices, slice_: TimeSlice, head: FittedHead | None) -> Devices:
     """The devices after the slice."""
-    state = finish_slice(model, put_stacks(devices.state, devices.stacks), slice_)
+    state = finish_slice(model, put_stacks(devices.state, devices.stacks), slice_, head)
     return replace(devices, state=state, stacks=(), finished=True)
 
 

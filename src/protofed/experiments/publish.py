@@ -115,7 +115,7 @@ def published(method: Method[Any], world: World, state: Any, n_items: int) -> Pu
         made = published(method.inner, method.inside(world, state), state.inner, n_items)
         head, rule = (
             state.fitted if state.fitted.head.worn else None,
-            None if state.devices_out or not made else made.rule,
+            None if state.uploads_out or not made else made.rule,
         )
         return made and replace(made, head=head, rule=rule)
     if isinstance(method, Recommending):

@@ -45,6 +45,7 @@ from protofed.config import RunConfig
 from protofed.evaluation.ranking import ndcg, rank_of_positive
 from protofed.federation.simulator import Schedule, Stack, put_stacks, step_stacks
 from protofed.inference.end import record_losses, validation_questions, variant_losses
+from protofed.inference.head import FittedHead
 from protofed.inference.online import online_inference
 from protofed.privacy.draws import SeededDraws
 from protofed.progress import Progress
@@ -316,15 +317,23 @@ def first_library(config: RunConfig, n_clients: int, z: Float[Tensor, "n d_z"]) 
 
 def with_prior(config: RunConfig, base: TimeSlice, backbone: SASRec, rule: LocalRule, made: Prepared) -> Prepared:
     """The same with what the base block's validation events say about prompts and own rows, by user and in the mean."""
-    model, at = made.model(backbone, rule, base.n_train_items), backbone.items.device
-    validation = validation_questions(base, config.backbone.history_length, at)
-    losses, users = variant_losses(model, to_device(made.devices, at), validation)
-    if not len(losses):
-        return made
-    kept = made.devices.losses
-    evidence = record_losses(kept, losses.to(kept.device), users.to(kept.device))
-    prior = config.protofed.acceptance_prior * torch.nan_to_num(losses - losses[:, :1]).mean(0)
+    model = made.model(backbone, rule, base.n_train_items)
+    prior, evidence = ask_base_users(config, base, model, made.devices)
     return replace(made, prior=prior, devices=replace(made.devices, losses=evidence))
+
+
+def ask_base_users(
+    config: RunConfig, base: TimeSlice, model: Model, devices: DeviceState, head: FittedHead | None = None
+) -> tuple[Float[Tensor, " V"], Float[Tensor, "U V"]]:
+    """The base users' verdict on the variants, as a prior, and each device's own evidence; under a head, if given."""
+    at = model.v.device
+    validation = validation_questions(base, config.backbone.history_length, at)
+    losses, users = variant_losses(model, to_device(devices, at), validation, head)
+    nothing = torch.zeros_like(devices.losses)
+    if not len(losses):
+        return torch.zeros_like(model.prior), nothing
+    prior = config.protofed.acceptance_prior * torch.nan_to_num(losses - losses[:, :1]).mean(0)
+    return prior, record_losses(nothing, losses.to(nothing.device), users.to(nothing.device))
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ from protofed.client.update import StepReport, client_update, decay_rates, draw_
 from protofed.client.upload import Upload, embed_prompts, make_upload
 from protofed.federation.rounds import server_noise, summarise_rounds, timetable
 from protofed.inference.end import end_slice, validation_questions
+from protofed.inference.head import FittedHead
 from protofed.privacy.draws import Draws, SeededDraws, toss_coins
 from protofed.privacy.upload import RoundRule
 from protofed.progress import Progress, silent
@@ -183,14 +184,14 @@ def clipped_share(model: Model, asked: Iterable[DeviceState], rule: RoundRule) -
     return float(over.float().mean()) if len(over) else 0.0
 
 
-def finish_slice(model: Model, devices: DeviceState, slice_: TimeSlice) -> DeviceState:
+def finish_slice(model: Model, devices: DeviceState, slice_: TimeSlice, head: FittedHead | None = None) -> DeviceState:
     """All devices after the slice's validation events; those that took part remember them."""
     past, at = slice_.past, model.v.device
     everybody, known = torch.arange(len(devices)), devices.memory.counts
     until = torch.where(devices.active.cpu(), events_until(past, slice_.bounds[-1].val_end), known)
     validation = validation_questions(slice_, model.backbone.config.history_length, at)
     events = events_between(past, everybody, known, until)
-    return to_device(end_slice(model, to_device(devices, at), validation, events), devices.device)
+    return to_device(end_slice(model, to_device(devices, at), validation, events, head), devices.device)
 
 
 def events_of(slice_: TimeSlice, places: Int[Tensor, " n"], devices: DeviceState) -> NewEvents:

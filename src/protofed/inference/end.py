@@ -15,6 +15,7 @@ from protofed.client.begin import add_met_rows
 from protofed.client.memory import Memory, as_histories
 from protofed.client.model import VARIANTS, Model
 from protofed.client.state import DeviceState, choose_variants, remember
+from protofed.inference.head import FittedHead, scores_under
 from protofed.inference.online import online_inference
 from protofed.slices.candidates import NO_CANDIDATE
 from protofed.slices.histories import Queries, moved, trimmed
@@ -33,15 +34,21 @@ class Question:
     negatives: Int[Tensor, "B n"]
 
 
-def end_slice(model: Model, state: DeviceState, validation: Iterable[Question], events: Memory) -> DeviceState:
+def end_slice(
+    model: Model,
+    state: DeviceState,
+    validation: Iterable[Question],
+    events: Memory,
+    head: FittedHead | None = None,
+) -> DeviceState:
     """The devices after a slice: what each uses from now on, then its validation events remembered, with rows for them.
 
     In this order: the choice must not be made on rows that its own questions gave rise to. Only devices that took part
-    remember; `events` holds nothing for the others.
+    remember; `events` holds nothing for the others. Devices that answer under a head choose under it.
     """
     rule = model.rule
     if sum(rule.allowed) > 1:
-        losses, users = variant_losses(model, state, validation)
+        losses, users = variant_losses(model, state, validation, head)
         state = replace(state, losses=record_losses(state.losses, losses, users))
     use_prompt, use_rows = choose_variants(state.losses, model.prior, rule.allowed)
     state = remember(replace(state, use_prompt=use_prompt, use_rows=use_rows, moments=None), events)
@@ -51,13 +58,14 @@ def end_slice(model: Model, state: DeviceState, validation: Iterable[Question], 
 
 @torch.no_grad()
 def variant_losses(
-    model: Model, state: DeviceState, validation: Iterable[Question]
+    model: Model, state: DeviceState, validation: Iterable[Question], head: FittedHead | None = None
 ) -> tuple[Float[Tensor, "B V"], Int[Tensor, " B"]]:
-    """The loss of each validation event under each variant, and whose event it is."""
+    """The loss of each validation event under each variant (and a head), and whose event it is."""
     device = state.device
     losses, users = [torch.zeros(0, len(VARIANTS), device=device)], [torch.zeros(0, dtype=torch.int64, device=device)]
     for asked in validation:
-        scores = (online_inference(model, state, asked.queries, variant=variant) for variant in VARIANTS)
+        scores = [online_inference(model, state, asked.queries, variant=variant) for variant in VARIANTS]
+        scores = scores_under(head, scores, asked.queries) if head else scores
         by_variant = [candidate_loss(each, asked.positives, asked.negatives) for each in scores]
         losses.append(torch.stack(by_variant, dim=-1))
         users.append(asked.queries.users)

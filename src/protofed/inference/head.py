@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from protofed.inference.item_side import COVISITS, POPULARITY, ItemCounts, covisit_numbers, popularity_numbers
 from protofed.inference.own_past import NUMBERS, own_past
 from protofed.seeds import seeded
-from protofed.slices.histories import Queries
+from protofed.slices.histories import Queries, moved
 
 OWN_HIDDEN, ITEM_HIDDEN = 24, 8
 
@@ -150,3 +150,14 @@ def with_head(fitted: FittedHead, scores: Float[Tensor, "B I"], queries: Queries
     own, near = own_cells(queries, n_items), item_cells(queries, counts, n_items)
     ages = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
     return add_parts(head, scores, own, near, popularity_numbers(counts, n_items)[None], ages)
+
+
+def scores_under(
+    fitted: FittedHead, inner: Sequence[Float[Tensor, "B I"]], queries: Queries
+) -> list[Float[Tensor, "B I"]]:
+    """The final scores of queries that were answered in several ways: what the head adds is the same for all."""
+    if not fitted.head.worn or not inner:
+        return list(inner)
+    lift = with_head(fitted, torch.zeros(inner[0].shape), moved(queries, "cpu")).to(inner[0].device)
+    beta = float(fitted.head.log_beta.exp())
+    return [beta * scores + lift for scores in inner]

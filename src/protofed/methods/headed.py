@@ -4,6 +4,9 @@ The head is fitted once, on the later half of the base block's validation part, 
 `backbone.pretrain.warm_up`); from then on it stays as it is. Which counts it reads is the one thing that touches
 anybody else's events: fresh ones where the method shares raw events itself; those of the base block, for which no ε is
 spent; or these and noised releases. Where a part does not rank the answers of users kept aside better, it is not worn.
+
+Where devices choose what of theirs they use, the head is the bare backbone's: devices choose under it, each by its own
+validation events, and only where base users' prompts pay under it are prompts uploaded.
 """
 
 import copy
@@ -27,7 +30,8 @@ from protofed.inference.item_side import ItemCounts, count_items
 from protofed.inference.own_past import NUMBERS, QUERY_TIME
 from protofed.methods.catalogue import has_dial, private_by_itself, shares_nothing
 from protofed.methods.frozen import Frozen
-from protofed.methods.protocol import Diagnostics, Method, Rehearsing, Releasing, World
+from protofed.methods.protocol import Choosing, Diagnostics, Method, Releasing, World
+from protofed.methods.protofed_rules import without_uploads
 from protofed.privacy.draws import SeededDraws
 from protofed.privacy.ledger import Ledger
 from protofed.privacy.mechanism import seeded_noise
@@ -40,7 +44,7 @@ AT_ONCE = 256
 PARTS = 8  # the base block is as long as eight slices
 AGES = (0, 2, 4, 6)  # parts: how old the base block's counts are in later slices
 SHARE = 0.6  # of ε, for popularity; new items' rows beside it get as much
-BARE = Frozen(new_rows=False)  # what devices are measured by: the backbone as it is
+BARE = Frozen(new_rows=False)  # the backbone as it is
 Counts = Literal["fresh", "base", "released"]
 
 
@@ -54,7 +58,7 @@ class HeadedState:
     counts_until: int
     noise: float = 0.0  # of each release of popularity; 0: it is not released
     slice_index: int = 0
-    devices_out: bool = False  # the rehearsal found devices worth less than the backbone alone
+    uploads_out: bool = False  # base users' prompts did not pay under the head: none is uploaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class Headed:
     own: bool = True
     items: bool = True
     query_time: bool = True
-    rehearse: bool = False  # whether devices have to pay beside the backbone alone
+    of_backbone: bool = False  # whether the head is fitted to the bare backbone's answers, and devices choose under it
 
     @property
     def unread(self) -> tuple[int, ...]:
@@ -78,19 +82,18 @@ class Headed:
         noise = popularity.noise_multiplier if popularity else 0.0
         inner = self.inner.start(replace(world, beside=(popularity,) if popularity else ()))
         world.progress("head", 0, None)
-        examples, head = self.fit(world, self.inner, inner, noise)
-        devices_out = False
-        if self.rehearse and isinstance(self.inner, Rehearsing):
-            bare = self.fit(world, BARE, BARE.start(world), noise)
-            if devices_out := not gain_of(examples, head, *bare, world.config.seed):
-                apart, inner = self.inner.without_devices(world, inner)
-                more = self.noise_without_devices(apart, inner, noise)
-                head = bare[1] if more == noise else self.fit(world, BARE, BARE.start(world), more)[1]
-                noise = more
-        asked, counts = later_half(world.base), counts_at(world, self.counts, 0)
+        answering, answers = (BARE, BARE.start(world)) if self.of_backbone else (self.inner, inner)
+        counts, uploads_out = counts_at(world, self.counts, 0), False
+        fitted = FittedHead(self.fit(world, answering, answers, noise)[1], counts)
+        if self.of_backbone and isinstance(self.inner, Choosing):
+            inner, pay = self.inner.choose_under(replace(world, head=fitted), inner)
+            more = noise if pay else self.noise_without_uploads(world, inner, noise)
+            if more != noise:
+                fitted = FittedHead(self.fit(world, answering, answers, more)[1], counts)
+            noise, uploads_out = more, not pay
+        asked, until = later_half(world.base), world.base.bounds[-1].train_end
         newest = int(asked[-1]) if len(asked) else -1
-        until = world.base.bounds[-1].train_end
-        return HeadedState(inner, FittedHead(head, counts), newest, until, noise, devices_out=devices_out)
+        return HeadedState(inner, fitted, newest, until, noise, uploads_out=uploads_out)
 
     def fit(self, world: World, method: Method[Any], inner: Any, noise: float) -> tuple[Examples, Head]:
         """The questions of the base block as this method answers them, and the head that fits it."""
@@ -99,10 +102,9 @@ class Headed:
         return examples, fit_head(examples, world.config.seed, own=self.own, items=self.items, unread=self.unread)
 
     def inside(self, world: World, state: HeadedState) -> World:
-        """The world as the method inside is to see it: without what the rehearsal left out."""
-        if state.devices_out and isinstance(self.inner, Rehearsing):
-            return self.inner.without_devices(world, state.inner)[0]
-        return world
+        """The world as the method inside is to see it: with the head it is under, without uploads that do not pay."""
+        config = without_uploads(world.config) if state.uploads_out else world.config
+        return replace(world, config=config, head=state.fitted)
 
     def learn(
         self, world: World, state: HeadedState, slice_: TimeSlice, descend: Descend
@@ -123,7 +125,7 @@ class Headed:
             **told,
             **heard,
             **about_head(fitted),
-            **({"devices_out": int(state.devices_out)} if self.rehearse else {}),
+            **({"uploads_out": int(state.uploads_out)} if self.of_backbone else {}),
         }
 
     def score(self, world: World, state: HeadedState, queries: Queries) -> Float[Tensor, "B I"]:
@@ -143,10 +145,11 @@ class Headed:
         popularity = popularity_stream(world.config.privacy, made, state.noise)
         return (*inside, *(ledger((popularity,)) if state.noise and made else ()))
 
-    def noise_without_devices(self, world: World, inner: Any, noise: float) -> float:
-        """The noise of popularity where devices upload nothing else: all that new items leave of the budget is its."""
+    def noise_without_uploads(self, world: World, inner: Any, noise: float) -> float:
+        """The noise of popularity where no prompt is uploaded: all that new items leave of the budget is its."""
         if self.counts != "released" or not self.items or not world.config.privacy.target_epsilon:
             return noise
+        world = replace(world, config=without_uploads(world.config))
         beside = inner_releases(self.inner, world, inner, world.config.stream.n_slices)
         planned = self.plan_popularity(world, beside)
         return planned.noise_multiplier if planned else 0.0
@@ -247,8 +250,7 @@ def under_head(method: Method[Any], config: RunConfig) -> Method[Any]:
         return method
     out = ablations_of(config.protofed)
     own, items, query_time = (name not in out for name in ("own-past", "item-counts", "query-time"))
-    rehearse = has_dial(config.method) and "rehearsal" not in out
-    return Headed(method, counts_for(config), own, items, query_time, rehearse)
+    return Headed(method, counts_for(config), own, items, query_time, of_backbone=has_dial(config.method))
 
 
 def counts_for(config: RunConfig) -> Counts:

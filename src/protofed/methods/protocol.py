@@ -34,6 +34,7 @@ class World:
     backbone: SASRec
     progress: Progress = silent
     beside: Plan = ()  # streams that are released beside the method's own, out of the same budget
+    head: FittedHead | None = None  # what the method's answers will be under
 
 
 @runtime_checkable
@@ -61,11 +62,11 @@ class Method(Protocol[State]):
 
 
 @runtime_checkable
-class Rehearsing(Protocol):
-    """A method whose devices may be worth less than its backbone alone."""
+class Choosing(Protocol):
+    """A method whose devices choose what of theirs they use."""
 
-    def without_devices(self, world: World, state: Any) -> tuple[World, Any]:
-        """The world and the state in which the backbone answers alone, and devices say nothing of themselves."""
+    def choose_under(self, world: World, state: Any) -> tuple[Any, bool]:
+        """The state after the base block whose devices chose under the world's head; whether prompts pay there."""
         ...
 
 

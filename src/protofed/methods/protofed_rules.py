@@ -98,8 +98,8 @@ def as_run(config: RunConfig) -> RunConfig:
     if settings.mode == "private":
         return replace(config, protofed=replace(settings, mode="reference"))
     if settings.mode == "nothing":
-        without = ",".join(sorted(ablations_of(settings) | {"static-prototypes"}))
-        settings = replace(settings, mode="reference", ablate=without, newcomers="mean-row")
+        config = without_uploads(config)
+        settings = replace(config.protofed, mode="reference", newcomers="mean-row")
         return replace(config, protofed=settings, privacy=replace(config.privacy, trust="central"))
     if settings.mode != "literal":
         return config
@@ -118,6 +118,12 @@ def streams_asked(config: RunConfig) -> Plan:
         Stream("prototypes", privacy.sampling_rate, rounds if uploads_happen(config) else 0, noise),
         Stream("new items", 1.0, n_slices if rounds else 0, rows, privacy.newcomer_share),
     )
+
+
+def without_uploads(config: RunConfig) -> RunConfig:
+    """The config under which prototypes stay as they are, and so nothing of prompts is uploaded."""
+    without = ",".join(sorted(ablations_of(config.protofed) | {"static-prototypes"}))
+    return replace(config, protofed=replace(config.protofed, ablate=without))
 
 
 def uploads_happen(config: RunConfig) -> bool:

@@ -20,13 +20,12 @@ from protofed.backbone.training import Descend
 from protofed.client.codec import Codec, QueryEncoder
 from protofed.client.drift import Gate
 from protofed.client.model import Encoders, Model, receive
-from protofed.client.own_rows import no_rows
-from protofed.client.state import DeviceState, columns, resize, to_device
-from protofed.config import RunConfig, ablations_of
+from protofed.client.state import DeviceState, choose_variants, columns, resize, to_device
+from protofed.config import RunConfig
 from protofed.evaluation.efficiency import broadcast_bytes, module_bytes, tensor_bytes
 from protofed.federation.newcomers import Newcomers, nobody_new, rehearse_maps, release_introductions, worth_telling
 from protofed.federation.plan import Plan, ledger, plan_releases
-from protofed.federation.preparation import prepare
+from protofed.federation.preparation import ask_base_users, prepare
 from protofed.federation.rounds import Costs
 from protofed.federation.simulator import Schedule, finish_slice, simulate_slice
 from protofed.inference.online import online_inference
@@ -128,7 +127,7 @@ class ProtoFedSP:
         reseeded = 0
         if schedule.rounds and config.protofed.mode != "literal":
             library, reseeded = slice_end(library, rule, stream(config.seed, "pruning", slice_.index))
-        devices = finish_slice(receive(model, library.broadcast()), devices, slice_)
+        devices = finish_slice(receive(model, library.broadcast()), devices, slice_, world.head)
         state = replace(
             state,
             library=library,
@@ -152,15 +151,16 @@ class ProtoFedSP:
         rule = round_rule(config, state.library.n_prototypes, state.noise_multiplier, len(state.devices))
         return Published(model_of(world, state, n_items), state.devices, rule, state.rounds)
 
-    def without_devices(self, world: World, state: ProtoFedState) -> tuple[World, ProtoFedState]:
-        """The world and the state in which no device uses or uploads anything of its own: the backbone answers."""
-        settings = world.config.protofed
-        out = ",".join(sorted(ablations_of(settings) | {"prompts", "own-rows"}))
-        nobody, d = torch.zeros_like(state.devices.use_prompt), world.config.backbone.width
-        devices = replace(state.devices, rows=no_rows(d, device=state.devices.device))
-        devices = replace(devices, use_prompt=nobody, use_rows=nobody)
-        world = replace(world, config=replace(world.config, protofed=replace(settings, ablate=out)))
-        return world, replace(state, devices=devices)
+    def choose_under(self, world: World, state: ProtoFedState) -> tuple[ProtoFedState, bool]:
+        """The state whose devices chose under the world's head; whether base users' prompts pay in the mean."""
+        config, model = as_run(world.config), model_of(world, state, world.base.n_train_items)
+        allowed, devices, prior = model.rule.allowed, state.devices, state.prior
+        if sum(allowed) > 1:
+            prior, losses = ask_base_users(config, world.base, model, devices, world.head)
+            use_prompt, use_rows = choose_variants(losses, prior, allowed)
+            devices = replace(devices, losses=losses, use_prompt=use_prompt, use_rows=use_rows)
+        pay, _ = choose_variants(torch.zeros_like(prior)[None], prior, allowed)
+        return replace(state, prior=prior, devices=devices), bool(pay)
 
     def releases(self, world: World, state: ProtoFedState, slices_ahead: int = 0) -> Ledger:
         """What has left the devices so far, and what the next slices will make leave; nothing where there is no noise.

@@ -9,21 +9,25 @@ import torch
 from worlds import LENGTH, another_future, every_value, questions, tiny_config, tiny_log, tiny_stream, warmed_up_on
 
 from protofed.backbone.training import PlainDescent
+from protofed.client.model import VARIANTS
 from protofed.errors import LeakError
 from protofed.experiments.publish import published
 from protofed.federation.popularity import base_votes
-from protofed.inference import fit_head
-from protofed.inference.head import with_head
+from protofed.inference import end, fit_head
+from protofed.inference.head import FittedHead, scores_under, with_head
 from protofed.inference.item_side import count_items
+from protofed.inference.online import online_inference
 from protofed.methods import headed
 from protofed.methods.catalogue import METHODS, method_named, only_noised
-from protofed.methods.headed import AGES, Headed, examples_at, forget_items, later_half, under_head
+from protofed.methods.headed import AGES, Headed, HeadedState, examples_at, forget_items, later_half, under_head
 from protofed.methods.protocol import World
+from protofed.methods.protofed import ProtoFed
 from protofed.privacy.accountant import epsilon
 from protofed.privacy.ledger import write_ledger
 from protofed.privacy.promise import promised
+from protofed.slices.candidates import NO_CANDIDATE
 from protofed.slices.leaks import check_evidence
-from protofed.slices.stream import halves
+from protofed.slices.stream import TimeSlice, halves
 from protofed.snapshot import restore, take_snapshot
 
 NOTHING = {"method": "protofed", "protofed__mode": "nothing"}
@@ -252,38 +256,92 @@ def test_all_releases_together_spend_the_budget_and_no_more(newcomers, monkeypat
     assert 3.3 < epsilon(ledger, 1e-5, trust="central") <= 3.4
 
 
-def rehearsed(monkeypatch: pytest.MonkeyPatch, *, devices: bool, popularity: bool = True) -> None:
-    """As if the rehearsals had said so; the popularity's is asked about heads whose counts know noise."""
+def prompts_pay(monkeypatch: pytest.MonkeyPatch, pay: bool) -> None:
+    """As if base users' prompts paid, or not."""
+    choose = ProtoFed.choose_under
+    monkeypatch.setattr(ProtoFed, "choose_under", lambda self, world, state: (choose(self, world, state)[0], pay))
 
-    def gain_of(examples, head, before, other, seed):
-        same_counts = torch.equal(examples.y, before.y)
-        return devices if same_counts else popularity
 
-    monkeypatch.setattr(headed, "gain_of", gain_of)
+def test_the_flagships_head_is_that_of_the_bare_backbone():
+    world, frozen = world_of(**NOTHING), world_of(method="frozen-no-new-rows")
+    ours, bare = headed_in(world).start(world), headed_in(frozen).start(frozen)
+    assert ours.fitted.head.worn
+    assert all(torch.equal(value, every_value(bare.fitted)[name]) for name, value in every_value(ours.fitted).items())
+
+
+def chosen_one_by_one(
+    world: World, state: HeadedState, slice_: TimeSlice, head: FittedHead, before: torch.Tensor
+) -> dict[int, tuple[bool, bool]]:
+    """What each user with validation events should use, question by question, from answers under the head alone."""
+    model = published(headed_in(world), world, state, slice_.validation.n_items).model
+    model = replace(model, n_items=slice_.n_train_items)
+    sums = before.clone()
+    asked = slice_.validation
+    for place in range(len(asked)):
+        queries, user = slice_.queries(np.array([place]), LENGTH), int(asked.users[place])
+        losses = []
+        for variant in VARIANTS:
+            inner = online_inference(model, state.inner.devices, queries, variant=variant)
+            scores = with_head(head, inner, queries)[0]
+            rivals = asked.negatives[place][asked.negatives[place] != NO_CANDIDATE]
+            positive = scores[asked.positives[place]]
+            losses.append(float(torch.cat([positive[None], scores[rivals]]).logsumexp(0) - positive))
+        sums[user] += torch.tensor(losses) - losses[0]
+    best = (sums + model.prior).argmin(1).tolist()
+    return {int(user): VARIANTS[best[int(user)]] for user in asked.users.unique()}
+
+
+def test_devices_choose_under_the_head_by_their_own_validation_events():
+    world = world_of(**NOTHING)
+    method = headed_in(world)
+    state = method.start(world)
+    devices = state.inner.devices
+    expected = chosen_one_by_one(world, state, world.base, state.fitted, torch.zeros_like(devices.losses))
+    assert {user: (bool(devices.use_prompt[user]), bool(devices.use_rows[user])) for user in expected} == expected
+    assert len(set(expected.values())) > 1
+    plain = replace(world, config=replace(world.config, scoring=replace(world.config.scoring, head=False)))
+    alone = method.inner.start(plain).devices
+    assert not torch.equal(alone.losses, devices.losses)
+
+
+def test_in_a_slice_devices_choose_under_the_head_too(monkeypatch):
+    world, heads = world_of(**NOTHING), []
+    real = end.variant_losses
+    monkeypatch.setattr(end, "variant_losses", lambda *asked: heads.append(asked[3]) or real(*asked))
+    method = headed_in(world)
+    state, _ = method.learn(world, method.start(world), tiny_stream().slice_(1), PlainDescent())
+    assert [every_value(head).keys() for head in heads] == [every_value(state.fitted).keys()]
+    assert all(torch.equal(v, every_value(heads[0])[k]) for k, v in every_value(state.fitted).items())
+
+
+def test_a_head_adds_the_same_to_every_answer_to_a_question():
+    world = world_of(**NOTHING)
+    fitted, (_, queries) = headed_in(world).start(world).fitted, questions(0)
+    answers = [torch.randn(len(queries), queries.n_items, generator=torch.manual_seed(n)) for n in range(3)]
+    for final, inner in zip(scores_under(fitted, answers, queries), answers, strict=True):
+        assert torch.allclose(final, with_head(fitted, inner, queries), atol=1e-5)
 
 
 @pytest.mark.parametrize("settings", [NOTHING, PRIVATE], ids=["nothing", "private"])
-def test_devices_that_do_not_pay_are_left_out_and_the_backbone_answers_under_its_own_head(settings, monkeypatch):
-    rehearsed(monkeypatch, devices=False, popularity=False)
+def test_prompts_that_do_not_pay_are_not_uploaded_and_devices_answer_all_the_same(settings, monkeypatch):
+    monkeypatch.setattr(headed, "gain_of", lambda *_: False)  # nor does popularity pay
+    prompts_pay(monkeypatch, False)
     world = world_of(protofed__newcomers="mean-row", **settings)
     method = headed_in(world)
     state = method.start(world)
-    assert state.devices_out
-    frozen = world_of(method="frozen-no-new-rows")
-    bare = headed_in(frozen)
-    expected = bare.start(frozen)
+    nothing = world_of(**NOTHING)
+    expected = headed_in(nothing).start(nothing)
+    assert state.uploads_out
     for index in (1, 2):
         state, told = method.learn(world, state, tiny_stream().slice_(index), PlainDescent())
-        expected, _ = bare.learn(frozen, expected, tiny_stream().slice_(index), PlainDescent())
+        expected, _ = headed_in(nothing).learn(nothing, expected, tiny_stream().slice_(index), PlainDescent())
         _, queries = questions(index)
-        assert torch.equal(method.score(world, state, queries), bare.score(frozen, expected, queries))
-    assert (told["devices_out"], told["rounds"], told["own_rows"], told["bytes_up"]) == (1, 0, 0, 0)
+        assert torch.equal(method.score(world, state, queries), headed_in(nothing).score(nothing, expected, queries))
+    assert (told["uploads_out"], told["rounds"], told["bytes_up"]) == (1, 0, 0)
+    assert told["own_rows"] > 0
     assert method.releases(world, state, 1) == ()
-    assert restore(take_snapshot(state)).devices_out
-    made = published(method, world, state, tiny_log().n_items)
-    assert made.model.rule.allowed == (True, False, False, False)
-    assert made.model.rule.steps == 0
-    assert made.rule is None  # no device makes an upload
+    assert restore(take_snapshot(state)).uploads_out
+    assert published(method, world, state, tiny_log().n_items).rule is None  # no device makes an upload
 
 
 @pytest.mark.parametrize(
@@ -304,33 +362,26 @@ def test_an_empty_ledger_means_zero_only_where_all_that_is_shared_is_in_it(setti
     assert (said and said["epsilon_release"]) == (0.0 if expected else None)
 
 
-def test_by_one_flag_devices_answer_whatever_the_rehearsal_says(monkeypatch):
-    rehearsed(monkeypatch, devices=False, popularity=False)
-    world = world_of(protofed__ablate="rehearsal", **NOTHING)
-    method = headed_in(world)
-    state, told = method.learn(world, method.start(world), tiny_stream().slice_(1), PlainDescent())
-    assert not state.devices_out
-    assert told["own_rows"] > 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("newcomers", ["noised", "mean-row"])
 def test_without_prototypes_popularity_has_the_rest_of_the_budget(newcomers, monkeypatch):
     budget = {"privacy__target_epsilon": 3.4, "privacy__noise_multiplier": 0.0, "protofed__newcomers": newcomers}
     noise = {}
-    for devices in (True, False):
-        rehearsed(monkeypatch, devices=devices)
+    for uploads in (True, False):
+        monkeypatch.undo()
+        monkeypatch.setattr(headed, "gain_of", lambda *_: True)
+        prompts_pay(monkeypatch, uploads)
         world = world_of(method="protofed", protofed__mode="private", **budget)
         method = headed_in(world)
         state = method.start(world)
         ledger = method.releases(world, state, world.config.stream.n_slices)
         assert {one.stream for one in ledger} == {
             "popularity",
-            *(["prototypes"] if devices else []),
+            *(["prototypes"] if uploads else []),
             *(["new items"] if newcomers == "noised" else []),
         }
         assert 3.3 < epsilon(ledger, 1e-5, trust="central") <= 3.4
-        noise[devices] = state.noise
+        noise[uploads] = state.noise
     assert noise[False] < noise[True]
 
 
@@ -345,8 +396,8 @@ def test_nothing_is_released_where_nothing_may_be():
 
 @pytest.mark.parametrize(
     "settings",
-    [{"method": "frozen-no-new-rows"}, NOTHING, NOTHING | {"protofed__ablate": "rehearsal"}],
-    ids=["frozen", "nothing", "nothing-rehearsed-or-not"],
+    [{"method": "frozen-no-new-rows"}, NOTHING],
+    ids=["frozen", "nothing"],
 )
 def test_other_users_later_events_change_no_answer_where_nothing_is_shared(settings):
     """Later items of all other users are exchanged; times, users and every item's first position stay."""

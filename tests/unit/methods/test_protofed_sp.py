@@ -238,7 +238,7 @@ def test_without_anything_personal_scores_depend_on_the_history_and_not_on_the_u
 
 def test_every_ablation_is_tested_here():
     tested = {"alignment", "short", "long", "prototypes", "static-prototypes", "own-rows"}
-    of_the_head = {"own-past", "item-counts", "query-time", "popularity", "rehearsal"}  # protofed's: test_headed.py
+    of_the_head = {"own-past", "item-counts", "query-time", "popularity"}  # protofed's: test_headed.py
     assert tested | {"acceptance", "prompts", "personal"} | of_the_head == set(ABLATIONS)
 
 
@@ -422,9 +422,9 @@ def test_no_client_has_a_row_for_a_validation_item_when_that_item_decides_about_
     of, slice_ = run(), tiny_stream().slice_(1)
     used = []
 
-    def spying(model, devices, validation):
+    def spying(model, devices, validation, head):
         used.append(devices.rows)
-        return real(model, devices, validation)
+        return real(model, devices, validation, head)
 
     real = end.variant_losses
     monkeypatch.setattr(end, "variant_losses", spying)

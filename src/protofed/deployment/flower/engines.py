@@ -23,7 +23,6 @@ from protofed.deployment.orders import cuts_of
 from protofed.deployment.server import ServerState, read_server, rows_of
 from protofed.errors import ConfigError
 from protofed.federation.newcomers import with_rows, without_base_row
-from protofed.inference.head import FittedHead
 from protofed.methods.protocol import Diagnostics, Published, World
 from protofed.methods.protofed_rules import as_run, round_rule
 from protofed.methods.protofed_sp import ProtoFedSP, ProtoFedState, choices_of, costs_of, newest_target_of
@@ -89,14 +88,14 @@ class Federated:
     def publish(self, world: World, state: ProtoFedState, n_items: int) -> Published:
         return self.inner.publish(world, state, n_items)
 
-    def without_devices(self, world: World, state: ProtoFedState) -> tuple[World, ProtoFedState]:
-        settings = world.config.protofed
-        if settings.mode == "private" and "popularity" not in ablations_of(settings):
+    def choose_under(self, world: World, state: ProtoFedState) -> tuple[ProtoFedState, bool]:
+        settings, (state, pay) = world.config.protofed, self.inner.choose_under(world, state)
+        if not pay and settings.mode == "private" and "popularity" not in ablations_of(settings):
             raise ConfigError(
-                "on this base block the rehearsal leaves devices out, and hosts are not asked for popularity; give "
-                "--share nothing, or keep the devices with --set protofed.ablate=rehearsal,popularity"
+                "on this base block prompts are not worth an upload, and hosts are not asked for popularity, which "
+                "would have the whole budget; give --share nothing, or --set protofed.ablate=popularity"
             )
-        return self.inner.without_devices(world, state)
+        return state, pay
 
     def releases(self, world: World, state: ProtoFedState, slices_ahead: int = 0) -> Ledger:
         return self.inner.releases(world, state, slices_ahead)
@@ -118,8 +117,9 @@ def check_federated(world: World) -> None:
         )
 
 
-def deal_world(method: Federated, world: World, state: ProtoFedState, head: FittedHead | None = None) -> None:
+def deal_world(method: Federated, world: World, state: ProtoFedState) -> None:
     """The folders of the federation, from the state after the base block; a head is the same on all hosts for ever."""
+    head = world.head if world.head and world.head.head.worn else None
     config, log = as_run(world.config), method.log
     rule = round_rule(config, state.library.n_prototypes, state.noise_multiplier, len(state.devices))
     made = ServerState(state.library, state.newcomers, state.newcomer_noise, rule, state.allowed_rounds)
