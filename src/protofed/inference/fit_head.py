@@ -224,16 +224,23 @@ def item_numbers(examples: Examples) -> Float[Tensor, "P 5"]:
 
 @torch.no_grad()
 def fit_scale(examples: Examples) -> Float[Tensor, ""]:
-    """The logarithm of beta with which the inner scores alone answer best."""
+    """The logarithm of beta with which the inner scores alone answer best.
+
+    The loss is convex in beta, so it falls and then rises along SCALES: the lowest is found by halving.
+    """
     head = Head(own=False, items=False)
-
-    def loss(log_beta: Tensor) -> float:
-        head.log_beta.copy_(log_beta)
-        return float(all_losses(head, examples).mean())
-
     finite = examples.scores[examples.scores.isfinite()]
     tried: Tensor = SCALES - finite.std().clamp(min=1e-12).log()
-    return tried[torch.tensor([loss(each) for each in tried]).argmin()]
+
+    def loss(number: int) -> float:
+        head.log_beta.copy_(tried[number])
+        return float(all_losses(head, examples).double().mean())
+
+    first, last = 0, len(tried) - 1
+    while first < last:
+        middle = (first + last) // 2
+        first, last = (first, middle) if loss(middle) <= loss(middle + 1) else (middle + 1, last)
+    return tried[first]
 
 
 def run_epoch(head: Head, examples: Examples, optimiser: torch.optim.Optimizer, batch: int, order: Generator) -> None:

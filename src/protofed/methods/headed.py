@@ -10,8 +10,9 @@ validation events, and only where base users' prompts pay under it are prompts u
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -46,6 +47,7 @@ AGES = (0, 2, 4, 6)  # parts: how old the base block's counts are in later slice
 SHARE = 0.6  # of ε, for popularity; new items' rows beside it get as much
 BARE = Frozen(new_rows=False)  # the backbone as it is
 Counts = Literal["fresh", "base", "released"]
+Fit = Callable[[float], tuple[Examples, Head]]  # of the bare backbone's head, by the noise of popularity
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +80,19 @@ class Headed:
         return () if self.query_time else tuple(NUMBERS.index(name) for name in QUERY_TIME)
 
     def start(self, world: World) -> HeadedState:
-        popularity = self.plan_popularity(world) if self.counts == "released" and self.items else None
+        fit_bare = cache(partial(self.fit, world, BARE, BARE.start(world)))
+        popularity = self.plan_popularity(world, fit_bare) if self.counts == "released" and self.items else None
         noise = popularity.noise_multiplier if popularity else 0.0
         inner = self.inner.start(replace(world, beside=(popularity,) if popularity else ()))
         world.progress("head", 0, None)
-        answering, answers = (BARE, BARE.start(world)) if self.of_backbone else (self.inner, inner)
         counts, uploads_out = counts_at(world, self.counts, 0), False
-        fitted = FittedHead(self.fit(world, answering, answers, noise)[1], counts)
         if self.of_backbone and isinstance(self.inner, Choosing):
+            fitted = FittedHead(fit_bare(noise)[1], counts)
             inner, pay = self.inner.choose_under(replace(world, head=fitted), inner)
-            more = noise if pay else self.noise_without_uploads(world, inner, noise)
-            if more != noise:
-                fitted = FittedHead(self.fit(world, answering, answers, more)[1], counts)
-            noise, uploads_out = more, not pay
+            noise = noise if pay else self.noise_without_uploads(world, fit_bare, inner, noise)
+            fitted, uploads_out = replace(fitted, head=fit_bare(noise)[1]), not pay
+        else:
+            fitted = FittedHead(self.fit(world, self.inner, inner, noise)[1], counts)
         asked, until = later_half(world.base), world.base.bounds[-1].train_end
         newest = int(asked[-1]) if len(asked) else -1
         return HeadedState(inner, fitted, newest, until, noise, uploads_out=uploads_out)
@@ -145,16 +147,16 @@ class Headed:
         popularity = popularity_stream(world.config.privacy, made, state.noise)
         return (*inside, *(ledger((popularity,)) if state.noise and made else ()))
 
-    def noise_without_uploads(self, world: World, inner: Any, noise: float) -> float:
+    def noise_without_uploads(self, world: World, fit_bare: Fit, inner: Any, noise: float) -> float:
         """The noise of popularity where no prompt is uploaded: all that new items leave of the budget is its."""
         if self.counts != "released" or not self.items or not world.config.privacy.target_epsilon:
             return noise
         world = replace(world, config=without_uploads(world.config))
         beside = inner_releases(self.inner, world, inner, world.config.stream.n_slices)
-        planned = self.plan_popularity(world, beside)
+        planned = self.plan_popularity(world, fit_bare, beside)
         return planned.noise_multiplier if planned else 0.0
 
-    def plan_popularity(self, world: World, beside: Ledger | None = None) -> Stream | None:
+    def plan_popularity(self, world: World, fit_bare: Fit, beside: Ledger | None = None) -> Stream | None:
         """The stream of popularity with its noise, where a rehearsal on the base block says that it pays.
 
         With `beside`, which is all else that is released, it may have the rest of the budget.
@@ -168,8 +170,7 @@ class Headed:
             Stream(one.stream, one.sampling_rate, one.count, one.noise_multiplier, SHARE) for one in beside or ()
         )
         planned = plan_releases(config.privacy, (asked, *fixed))[0]
-        start = BARE.start(world)
-        without, released = (self.fit(world, BARE, start, noise) for noise in (0.0, planned.noise_multiplier))
+        without, released = (fit_bare(noise) for noise in (0.0, planned.noise_multiplier))
         return planned if gain_of(*released, *without, config.seed) else None
 
 
