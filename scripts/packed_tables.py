@@ -187,11 +187,12 @@ def exported(dataset: str, export: Path) -> dict[str, dict[tuple[str, str, str],
     return found
 
 
-def share_lines(datasets: Sequence[str], export: Path) -> list[str]:
+def share_lines(datasets: Sequence[str], exports: Sequence[Path]) -> list[str]:
     """Of each log the best method of all, under a budget and sharing nothing; then the first two on novel events."""
     made = []
     for dataset in datasets:
-        rows = {name: cells for name, cells in exported(dataset, export).items() if "=" not in name}
+        found = {name: cells for export in exports for name, cells in exported(dataset, export).items()}
+        rows = {name: cells for name, cells in found.items() if "=" not in name}
         private = {name for name, cells in rows.items() if ("ε", "", "") in cells}
         silent = {name for name in rows if name == SILENT or "share nothing" in name}
         groups = (("all", set(rows)), ("all", private), ("all", silent), ("novel", set(rows)), ("novel", private))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from flagship_tables import dial_lines, headed_lines, private_lines
 from packed_tables import (
     OURS,
     Change,
@@ -42,6 +43,7 @@ SHARED_PROMPT = (  # methods whose PEFT variant has rows
 LIBRARY_SIZE = {"prompt-tuning": "", "prefix-tuning": "-prefix", "adapters": "-adapters", "dual-lora": "-lora"}
 
 MOST_ROWS = 10  # of a table on a page
+MOST_LOGS = 20  # of one that has a row for each log, and more where there is content
 # Rows that are shown before others.
 ASKED = (
     WITHOUT_NOISE,
@@ -147,11 +149,21 @@ def tables_of_paper_size() -> Iterator[Table]:
 
 def tables_of_index() -> Iterator[Table]:
     """That of docs/index.md: what wins at which share setting."""
-    yield Table("log", partial(share_lines, SEARCHED, RESULTS / "overall.csv"))
+    yield Table("log", partial(share_lines, SEARCHED, (RESULTS / "overall.csv", RESULTS / "flagship.csv")))
+
+
+def tables_of_head() -> Iterator[Table]:
+    """Those of docs/head.md: the dial on every log, beside the strongest rivals without a head and under one."""
+    packs = {name: RESULTS / ("overall" if name in SEARCHED else "more") for name in (*SEARCHED, *MORE)}
+    for kind, title in (("sampled", "sampled, ε = 0"), ("full", "full ranking, ε = 0")):
+        yield Table(title, partial(dial_lines, packs, RESULTS / "flagship", kind), MOST_LOGS)
+    yield Table("ε = 3.4", partial(private_lines, packs, RESULTS / "flagship"), MOST_LOGS)
+    yield Table("under the head", partial(headed_lines, packs, RESULTS / "flagship"), MOST_LOGS)
 
 
 PAGES = {
     "index.md": tables_of_index,
+    "head.md": tables_of_head,
     "results.md": tables_of_results,
     "more_logs.md": tables_of_more_logs,
     "paper_size.md": tables_of_paper_size,

@@ -288,40 +288,58 @@ def test_the_table_at_a_glance_has_every_row_of_every_log_by_mean_place():
     )
 
 
-HEAD_ROWS = {
-    "protofed (nothing), with places": ["protofed (share nothing, content: place)"],
-    "protofed (nothing), with categories": ["protofed (share nothing, content: category)"],
-    "protofed (nothing)": ["protofed (share nothing)"],
-    "protofed (private)": ["protofed (share private)"],
-    "protofed (nothing), and (private), which releases nothing here": [
-        "protofed (share nothing)",
-        "protofed (share private)",
-    ],
-    "frozen under the head": ["frozen (head)"],
-    "frozen under the head, with places": ["frozen (content: place, head)"],
-    "frozen under the head, with categories": ["frozen (content: category, head)"],
-}
+def exported_means() -> dict[tuple[str, str, str], tuple[str, str]]:
+    """By log, row and kind of candidates: NDCG@10 over all events and its spread, as the exports have them."""
+    found = {}
+    for name in ("more", "overall", "flagship"):
+        for line in csv.DictReader(io.StringIO((ROOT / "results" / f"{name}.csv").read_text(encoding="utf-8"))):
+            if (line["table"], line["quantity"], line["subset"]) == ("accuracy", "ndcg@10", "all"):
+                found[line["dataset"], line["method"], line["candidates"]] = line["mean"], line["std"]
+    return found
 
 
-def test_the_flagships_first_look_holds_committed_means_and_spreads():
-    lines = csv.DictReader(io.StringIO((ROOT / "results" / "flagship.csv").read_text(encoding="utf-8")))
-    found = {
-        (line["dataset"], line["method"], line["candidates"], line["subset"]): line
-        for line in lines
-        if (line["table"], line["quantity"]) == ("accuracy", "ndcg@10")
-    }
-    page = (ROOT / "docs" / "head.md").read_text(encoding="utf-8").partition("| log | method | ε |")[2]
-    dataset, checked = "", 0
-    for line in page.partition("```")[0].splitlines()[2:]:
-        log, name, _, *cells = [cell.strip() for cell in line.strip("|").split("|")] if line else ("", "*", "")
-        dataset = log.split(",")[0] or dataset
-        for label in [] if name.endswith("*") else HEAD_ROWS[name]:
-            columns = [(kind, subset) for subset in ("all", "novel") for kind in ("sampled", "full")]
-            for column, cell in zip(columns, cells, strict=True):
-                mean, *std = (f"{float(found[dataset, label, *column][key] or 0):.3f}"[1:] for key in ("mean", "std"))
-                assert cell in (mean, f"{mean} ± {std[0]}")
-                checked += 1
-    assert checked == 4 * 13
+def head_rows(title: str) -> list[list[str]]:
+    """The cells of a table of docs/head.md."""
+    page = (ROOT / "docs" / "head.md").read_text(encoding="utf-8").partition(f"| {title} |")[2].partition("\n\n")[0]
+    return [line.strip("| ").split(" | ") for line in page.splitlines()[2:]]
+
+
+def first_number(cell: str) -> float:
+    """The first number of a cell, whose minus is typographical."""
+    return float(cell.split(" ")[0].replace("\N{MINUS SIGN}", "-"))
+
+
+@pytest.mark.parametrize(("title", "kind"), [("sampled, ε = 0", "sampled"), ("full ranking, ε = 0", "full")])
+def test_the_dials_tables_hold_committed_means_and_their_differences(title, kind):
+    means = exported_means()
+    for name, value, *gaps in head_rows(title):
+        log, _, content = name.partition(", with ")
+        mean, _ = means[log, f"protofed (share nothing{content and f', content: {content}'})", kind]
+        assert first_number(value) == round(float(mean), 3)
+        rivals = ["protofed-sp (reference)", *(gap.rpartition(": ")[0] for gap in gaps[1:])]
+        for rival, gap in zip(rivals, gaps, strict=True):
+            expected = float(mean) - float(means[log, rival, kind][0])
+            assert first_number(gap.rpartition(": ")[2]) == pytest.approx(expected, abs=6e-4)  # of rounded digits
+        private = {row: m for (where, row, of), (m, _) in means.items() if (where, of) == (log, kind)}
+        rest = {row: float(m) for row, m in private.items() if not row.startswith("protofed (") and "head" not in row}
+        told = {row: m for row, m in rest.items() if row.endswith("private)") or row == "frozen-no-new-rows"}
+        assert told[rivals[1]] == max(told.values())
+        plain = {row: m for row, m in rest.items() if row not in told and "=" not in row and "without" not in row}
+        assert rest[rivals[2]] == max(m for row, m in plain.items() if row != "protofed-sp (reference)")
+    assert len(head_rows(title)) == 10 + 4
+
+
+def test_the_tables_of_private_releases_and_of_rivals_under_the_head_hold_committed_means():
+    means = exported_means()
+    for log, released, sampled, _, full, *_ in head_rows("ε = 3.4"):
+        for kind, cell in (("sampled", sampled), ("full", full)):
+            assert first_number(cell) == round(float(means[log, "protofed (share private)", kind][0]), 3)
+        assert released
+    for name, sampled, more, full, _ in head_rows("under the head"):
+        log, rival = name.split(", ")
+        for kind, cell in (("sampled", sampled), ("full", full)):
+            assert first_number(cell) == round(float(means[log, f"{rival} (head)", kind][0]), 3)
+        assert first_number(more) > 0 or (log, rival) == ("amazon_beauty", "frozen-no-new-rows")
 
 
 def test_the_first_table_of_the_readme_holds_committed_means():

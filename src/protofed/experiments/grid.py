@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from protofed.config import RunConfig, flatten, from_values, hyper_values, override, parse_override, to_toml, values_of
+from protofed.config import (
+    RunConfig,
+    features_of,
+    flatten,
+    from_values,
+    hyper_values,
+    override,
+    parse_override,
+    to_toml,
+    values_of,
+)
 from protofed.errors import ConfigError
 from protofed.methods.catalogue import METHODS, method_named
 from protofed.methods.search_spaces import space_of
@@ -70,7 +80,8 @@ class Cell:
         """What decides the warm-up: cells with the same text share it."""
         training = replace(self.config.training, slice_learning_rate=0.0, slice_epochs=0)  # these act after it
         config = self.config
-        parts = (asdict(config.stream), asdict(config.backbone), asdict(training))
+        tower = asdict(config.content) if config.content.kind == "tower" and features_of(config.content) else {}
+        parts = (asdict(config.stream), asdict(config.backbone), asdict(training), config.scoring.head, tower)
         return repr((config.dataset, config.clients, config.preset, config.seed, parts))
 
     def command(self, *flags: str) -> str:

@@ -1,6 +1,7 @@
 """Finished runs added to a store, whose files are each whole at any time."""
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,6 +110,7 @@ def write(path: Path, runs: Sequence[stores.Held], streams: Mapping[str, pa.Tabl
         {
             "folder": [run.folder for run in runs],
             **{text: [run.texts.get(text) for run in runs] for text in records.TEXTS},
+            "log": [nine_digits(run.texts["log"]) if "log" in run.texts else None for run in runs],
             "seconds": [list(run.seconds.items()) for run in runs],
             "metrics": [run.metrics.to_pylist() for run in runs],
             "queries": [run.queries for run in runs],
@@ -119,6 +121,15 @@ def write(path: Path, runs: Sequence[stores.Held], streams: Mapping[str, pa.Tabl
     write_file(path, table)
     if needed and len(needed) < len(streams):
         write_file(stores.queries_at(path), joined(needed))
+
+
+def nine_digits(log: str) -> str:
+    """A log with its fractions cut to nine digits; a line that is no JSON stays as it is."""
+    try:
+        lines = [json.loads(line, parse_float=lambda text: float(f"{float(text):.9g}")) for line in log.splitlines()]
+    except ValueError:
+        return log
+    return "".join(f"{json.dumps(line)}\n" for line in lines)
 
 
 def choose(own: Sequence[Source], ranked: set[str]) -> dict[str, Source]:

@@ -164,6 +164,19 @@ def test_cells_share_a_warm_up_when_they_differ_only_in_what_comes_after_it():
     assert keys["synthetic/frozen/default/seed-0"] != keys["synthetic/frozen/before/seed-0"]
 
 
+def test_a_head_and_what_a_tower_reads_ask_for_warm_ups_of_their_own():
+    towers = (("content.features", "category"), ("content.kind", "tower"))
+    variants = [
+        Variant("head", (), (("scoring.head", True),)),
+        Variant("nearest", (), (("content.features", "category"),)),
+        Variant("tower", (), towers),
+        Variant("tower-with-gaps", (), (*towers, ("content.missing", 0.5))),
+    ]
+    keys = [cell.warm_up for cell in cells(Grid(("synthetic",), ("frozen",), variants=tuple(variants)), settle)]
+    assert keys[0] == keys[2]  # nearest rows are put in afterwards
+    assert len(set(keys)) == 4
+
+
 def test_the_command_of_a_cell_makes_the_same_config():
     variants = (Variant("cut", (), (("protofed.ablate", "own-rows,short"), ("protofed.group_sparsity", True))),)
     grid = Grid(("synthetic",), ("protofed-sp",), settings=(("training.learning_rate", 1e-4),), variants=variants)
