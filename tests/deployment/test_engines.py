@@ -114,7 +114,8 @@ def test_a_dealt_head_reaches_every_host(tmp_path):
     world, start = base_block(**OTHERS["protofed, nothing shared"])
     counts = counts_at(world, "base", 0)
     head = FittedHead(Head(), counts)
-    deal_world(Federated(METHOD, tmp_path / "fed", tiny_stream().log, 2, run_locally), world, start, head)
+    carried = Federated(METHOD, tmp_path / "fed", tiny_stream().log, 2, run_locally)
+    deal_world(carried, replace(world, head=head), start)
     for here in [*host_folders(tmp_path / "fed"), tmp_path / "fed" / SERVER]:
         dealt = load(here).head
         assert torch.equal(dealt.counts.total, counts.total)
