@@ -154,7 +154,8 @@ def run_in_simulation(folder: Path, index: int, *, cores: float = 1.0) -> None:
         main(grid, context_of(SERVER_NODE, {}, config))
 
     hosts = str((folder / HOSTS).resolve())
-    environment = {PLACE: hosts, "FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    silent = ("FLWR_TELEMETRY_ENABLED", "RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO")
+    environment = {PLACE: hosts, **dict.fromkeys(silent, "0")}
     with in_environment(environment):
         backend = {"client_resources": {"num_cpus": cores, "num_gpus": 0.0}}
         run_simulation(server_app, client_app, len(host_folders(folder)), backend_config=backend)  # type: ignore[arg-type]
