@@ -50,6 +50,11 @@ OTHERS = {
     "protofed, private": {"method": "protofed", "protofed__mode": "private"},
 }
 
+# Ray leaves files and processes of its own to the collector, in the test that starts it or in the next one.
+WHAT_RAY_LEAVES = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
+
 
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory):
@@ -128,12 +133,14 @@ def test_what_hosts_cannot_be_asked_for_is_one_line():
 
 
 @pytest.mark.long
+@WHAT_RAY_LEAVES
 def test_flowers_simulation_engine_ends_where_the_simulator_ends(tmp_path):
     world, start = base_block()
     assert_same(simulated(world, start, 2), federated(world, start, 2, tmp_path / "fed", run_in_simulation))
 
 
 @pytest.mark.long
+@WHAT_RAY_LEAVES
 def test_processes_end_where_the_simulator_ends_and_none_is_left(tmp_path):
     world, start = base_block(protofed__newcomers="mean-row", privacy__rounds_per_slice=2)
     theirs = federated(world, start, 1, tmp_path / "fed", run_by_processes, hosts=2)
