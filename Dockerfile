@@ -1,5 +1,5 @@
 # ProtoFed on a CPU; docs/how_to/docker.md shows how to build and run it, e.g.
-#   docker run --rm -v "$PWD:/work" protofed data import orders.csv --as shop
+#   docker run --rm -v "$PWD:/site" protofed data import orders.csv --as shop
 FROM python:3.11-slim
 
 WORKDIR /app
@@ -12,6 +12,6 @@ COPY src src
 RUN python -m pip install --no-cache-dir -c requirements/lock.txt '.[report]'
 
 # Logs, runs and reports live in the folder that is mounted here.
-WORKDIR /work
+WORKDIR /site
 ENTRYPOINT ["protofed"]
 CMD ["--help"]

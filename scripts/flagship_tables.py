@@ -15,7 +15,7 @@ from protofed.seeds import seed_of
 
 CELLS = ("default", "nodp", "private", "nothing", "nothing-content", "private-content", "head", "head-content")
 NOTHING, TOLD = "protofed (share nothing)", "protofed (share private)"
-RELEASES = {"prototypes": "prototypes", "new items": "new items", "popularity": "popularity"}
+RELEASES = ("prototypes", "new items", "popularity")
 
 
 @cache

@@ -329,6 +329,49 @@ def test_the_dials_tables_hold_committed_means_and_their_differences(title, kind
     assert len(head_rows(title)) == 10 + 4
 
 
+def standing(gap: str) -> str:
+    """Whether a difference with its interval is ahead, behind or level."""
+    low, high = (float(end.replace("\N{MINUS SIGN}", "-")) for end in gap.partition("[")[2].rstrip("]").split(", "))
+    return "ahead" if low > 0 else "behind" if high < 0 else "level"
+
+
+def test_the_readme_counts_the_logs_of_the_dials_tables():
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    open_ = {
+        kind: {name: standing(gaps[-1]) for name, _, *gaps in head_rows(title)}
+        for kind, title in (("sampled", "sampled, ε = 0"), ("full", "full ranking, ε = 0"))
+    }
+    plain = [place for name, place in open_["full"].items() if "with" not in name]
+    assert [plain.count(each) for each in ("ahead", "level", "behind")] == [6, 2, 2]
+    assert "ahead of every method without privacy on six, level on two, behind on two" in text
+    logs = {name.partition(",")[0] for name, place in open_["sampled"].items() if place != "behind"}
+    assert len(logs) == 4
+    assert "among 99 sampled items ahead or level on four" in text
+    for title in ("sampled, ε = 0", "full ranking, ε = 0"):
+        rows = [gaps for name, _, *gaps in head_rows(title) if "with" not in name and name != "amazon_beauty"]
+        assert {standing(gap) for gaps in rows for gap in gaps[:2]} == {"ahead"}
+        assert len(rows) == 9
+
+
+def test_the_goals_reached_are_ratios_of_committed_means():
+    means = {key: float(mean) for key, (mean, _) in exported_means().items()}
+    told = {kind: {} for kind in ("sampled", "full")}
+    for (log, row, kind), mean in means.items():
+        if row == "protofed (share private)":
+            rest = {name: m for (where, name, of), m in means.items() if (where, of) == (log, kind)}
+            rivals = {name: m for name, m in rest.items() if not name.startswith("protofed (")}
+            private = [m for name, m in rivals.items() if name.endswith("private)") or name == "frozen-no-new-rows"]
+            told[kind][log] = mean / max(private), mean / rest["protofed-sp (reference)"]
+    page = (ROOT / "docs" / "head.md").read_text(encoding="utf-8")
+    four = ("gowalla_1k", "yelp", "amazon_beauty", "taobao")
+    for kind, best, paper, least in (("sampled", "+25 %", "+23 %", "+2 %"), ("full", "+37 %", "+91 %", "+12 %")):
+        assert f"{100 * (np.mean([told[kind][log][0] for log in four]) - 1):+.0f} %" == best
+        against = [ratio for _, ratio in told[kind].values()]
+        assert (f"{100 * (np.mean(against) - 1):+.0f} %", f"{100 * (min(against) - 1):+.0f} %") == (paper, least)
+        assert len(against) == 8
+        assert all(number in page for number in (best, paper, least))
+
+
 def test_the_tables_of_private_releases_and_of_rivals_under_the_head_hold_committed_means():
     means = exported_means()
     for log, released, sampled, _, full, *_ in head_rows("ε = 3.4"):
